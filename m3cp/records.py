@@ -1,0 +1,199 @@
+"""The row: the only handshake between the machine that measures and the code that explains.
+
+A run is a folder with `rows.jsonl` (one JSON object a line, appended and flushed as points finish). Rows are never
+edited. Pure Python here; `frame` imports pandas when called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from m3cp.shapes import Point
+
+SCHEMA = 1
+ROWS_FILE = "rows.jsonl"
+PACKAGE = Path(__file__).parent
+# The measuring path: a change in any of these files makes older rows another experiment.
+MEASURING = ("shapes.py", "shard.py", "keys.py", "reference.py", "inputs.py", "kernels", "exchange.py", "decode.py", "timing.py", "sweep.py")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured (or failed, or skipped) Point.
+
+    Args:
+        point: what was asked for.
+        status: "ok", "failed" (with `error`) or "skipped" (not applicable here; `error` says why in words).
+        path: what ran: "tp", "cp", "adaptive", "profiling", "reused", or the arm's name for floors and engines.
+        node: name of the machine's hardware, such as "2x NVIDIA H200" or "cpu: <model>".
+        ranks: processes that were timed; a sample is the slowest one's.
+        timed_region: names of the stages inside the timed region, in order, such as
+            ["gather_queries", "score", "candidates", "gather_keys", "merge"].
+        samples_us: microseconds a call, one per round: the maximum over the ranks.
+        rank_samples_us: the same per rank, `[ranks][rounds]`.
+        calls_per_replay, replays_per_round: how many calls a sample averages over.
+        caches: distinct caches rotated through; `pool_bytes` is the memory their pages were drawn from.
+        evict_us: time of the evicting read that stood between calls and was subtracted; None when none did.
+        cache_state: "cold" or "warm": what the bytes touched make it, whatever was asked for.
+        footprint_over_l2, footprint_over_llc: distinct bytes a rank touches before it meets the same page again, over
+            the L2 and the last-level cache.
+        bytes_read, distinct_bytes_read: index-key bytes a call on the busiest rank.
+        bytes_exchanged: bytes a rank sends to each peer, {"queries": ..., "candidates": ...}.
+        limit_us: distinct bytes over the run's best page-read bandwidth; computed; None when that was not measured.
+        page_read_us: measured floor of the same shape in the same run; None when that was not measured.
+        check: {"passed": bool, "rows": compared rows, "mismatches": count, "against": "reference"}; a row without a
+            passed check has no samples.
+        launches, collectives: kernels and collectives in one call; None where they can't be counted.
+        unsteady: the page-read probe drifted by more than 3% over the row's group of points.
+        probe_drift: that drift, as a fraction; None when there was no probe.
+        extra: figures of an arm's own, such as a bandwidth curve's footprint.
+        provenance: hardware, clocks, versions, code hash, commit, dirty flag, environment, command, time.
+        error: first line of the failure or the reason to skip.
+        process: ordinal of the repeat in fresh processes, 0 for the first.
+    """
+
+    point: Point
+    status: str
+    path: str
+    node: str
+    ranks: int
+    timed_region: list[str] = field(default_factory=list)
+    samples_us: list[float] = field(default_factory=list)
+    rank_samples_us: list[list[float]] = field(default_factory=list)
+    calls_per_replay: int = 0
+    replays_per_round: int = 0
+    caches: int = 0
+    pool_bytes: int = 0
+    evict_us: float | None = None
+    cache_state: str = "warm"
+    footprint_over_l2: float | None = None
+    footprint_over_llc: float | None = None
+    bytes_read: int = 0
+    distinct_bytes_read: int = 0
+    bytes_exchanged: dict[str, int] = field(default_factory=dict)
+    limit_us: float | None = None
+    page_read_us: float | None = None
+    check: dict[str, Any] = field(default_factory=dict)
+    launches: int | None = None
+    collectives: int | None = None
+    unsteady: bool = False
+    probe_drift: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    process: int = 0
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        if self.status not in ("ok", "failed", "skipped"):
+            raise ValueError(f"status={self.status!r}: must be one of ok, failed, skipped")
+        if self.status == "ok" and not self.samples_us:
+            raise ValueError("status='ok' without samples_us: an ok row has samples")
+        if self.status == "ok" and not self.check.get("passed"):
+            raise ValueError(f"check={self.check!r}: a row gets a time only after a passed check")
+
+    @property
+    def median_us(self) -> float:
+        """Median of the samples, microseconds a call; NaN without samples."""
+        ordered = sorted(self.samples_us)
+        n = len(ordered)
+        return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2 if n else float("nan")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, `point` nested."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Row:
+        """The Row that `to_dict` wrote.
+
+        Raises:
+            ValueError: another schema version, or fields that this version does not know.
+        """
+        if values.get("schema") != SCHEMA:
+            raise ValueError(f"schema={values.get('schema')!r}: this version reads rows of schema {SCHEMA}")
+        unknown = set(values) - {f.name for f in dataclasses.fields(cls)}
+        if unknown:
+            raise ValueError(f"row fields {sorted(unknown)}: not of schema {SCHEMA}")
+        values = dict(values)
+        return cls(point=Point.from_dict(values.pop("point")), **values)
+
+
+def append(run: Path | str, row: Row) -> None:
+    """Append one row to the run's `rows.jsonl` as one write, flushed to disk; creates the folder.
+
+    A torn line that an earlier crash left at the end of the file is cut off first.
+    """
+    path = Path(run) / ROWS_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = (json.dumps(row.to_dict(), allow_nan=False, separators=(",", ":")) + "\n").encode()
+    with open(path, "ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def load(*runs: Path | str) -> list[Row]:
+    """All rows of the given run folders or files, in order; a torn last line is left out.
+
+    Raises:
+        ValueError: a line that is no row, naming file and line.
+        FileNotFoundError: a run without rows.
+    """
+    rows: list[Row] = []
+    for run in runs:
+        path = Path(run)
+        path = path / ROWS_FILE if path.is_dir() else path
+        if not path.exists():
+            raise FileNotFoundError(f"{run}: no {ROWS_FILE} there; `m3cp sweep` writes one")
+        lines = path.read_text().split("\n")
+        for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is a torn line, or empty
+            if not line.strip():
+                continue
+            try:
+                rows.append(Row.from_dict(json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    return rows
+
+
+def frame(rows: list[Row]):
+    """A pandas DataFrame, one line a row: the Point's fields, the row's fields and `median_us`.
+
+    `shape` stays a frozen IndexerShape, nested values stay Python objects.
+    """
+    import pandas
+
+    records = []
+    for row in rows:
+        point = {f.name: getattr(row.point, f.name) for f in dataclasses.fields(Point)}
+        own = {f.name: getattr(row, f.name) for f in dataclasses.fields(Row) if f.name != "point"}
+        records.append({**point, **own, "median_us": row.median_us})
+    return pandas.DataFrame.from_records(records)
+
+
+def measured(rows: list[Row], code_hash: str, node: str) -> set[Point]:
+    """Points that already have an ok row of this code on this node."""
+    return {r.point for r in rows if r.status == "ok" and r.node == node and r.provenance.get("code_hash") == code_hash}
+
+
+def code_hash() -> str:
+    """Hash of the package files on the measuring path (12 hex digits): the code version of a row."""
+    digest = hashlib.sha256()
+    for name in MEASURING:
+        path = PACKAGE / name
+        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]

@@ -1,0 +1,145 @@
+"""What a Point must move, as pure arithmetic: lengths, blocks, bytes read, bytes exchanged, and the limit they set.
+
+`limit_us` is bytes over bandwidth and is computed; the arm `page_read` is the measured floor. Neither torch nor
+triton is imported here.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+from m3cp.shapes import Point
+from m3cp.shard import Shard
+
+QUERY_BYTES = 2  # bf16 or fp16 queries
+CANDIDATE_BYTES = 8  # one int64 key
+
+
+@dataclass(frozen=True)
+class Node:
+    """What traffic must know of a machine.
+
+    Args:
+        name: such as "4x MI355X" or "2x NVIDIA H200".
+        page_bandwidth_gbs: best measured rate of reading randomly permuted pages, GB/s (1e9 bytes a second).
+        llc_bytes: last-level cache that a re-read may hit.
+        sequential_bandwidth_gbs: best measured sequential read rate, GB/s; None when it was not measured.
+        datasheet_bandwidth_gbs: the vendor's figure, GB/s; None when unknown.
+    """
+
+    name: str
+    page_bandwidth_gbs: float
+    llc_bytes: int
+    sequential_bandwidth_gbs: float | None = None
+    datasheet_bandwidth_gbs: float | None = None
+
+
+def context_lengths(point: Point) -> list[int]:
+    """Total tokens of each request of the batch (padding rows excluded), reproducible from the Point's seed.
+
+    - uniform: every request has `context_tokens`.
+    - one_long_rest_1k, one_long_rest_4k: one request of `context_tokens`, the others 1,024 or 4,096 (or
+      `context_tokens` where that is less); the published skewed rows are of the first kind.
+    - log_uniform: logarithms spread evenly between 1,024 and `context_tokens`, both ends present from 2 requests on.
+    - agentic: log-normal around a quarter of `context_tokens` with a heavy tail, clipped to [1,024, context_tokens],
+      one request at `context_tokens`. The spread (sigma 0.75) gives an in-batch max/min ratio of roughly 10 at
+      batch 16; ATOM's authors report 2.5 at the median of their steps and 22 at the 90th percentile.
+    """
+    tokens, batch = point.context_tokens, point.batch
+    if point.mix == "uniform":
+        return [tokens] * batch
+    if point.mix in ("one_long_rest_1k", "one_long_rest_4k"):
+        rest = 1024 if point.mix == "one_long_rest_1k" else 4096
+        return [tokens] + [min(rest, tokens)] * (batch - 1)
+    low = min(1024, tokens)
+    rng = random.Random(point.seed)
+    if point.mix == "log_uniform":
+        steps = [i / (batch - 1) for i in range(batch)] if batch > 1 else [1.0]
+        lengths = [round(low * (tokens / low) ** s) for s in steps]
+        rng.shuffle(lengths)
+        return lengths
+    drawn = [round(tokens / 4 * math.exp(rng.gauss(0.0, 0.75))) for _ in range(batch - 1)]
+    return [tokens] + [min(max(n, low), tokens) for n in drawn]
+
+
+def read_range(point: Point, tokens: int) -> tuple[int, int]:
+    """Logical blocks [first, last) whose keys a request of `tokens` tokens needs.
+
+    Rows with at most `topk` visible blocks choose them all, and forced blocks are chosen unseen: none is read.
+    """
+    shape = point.shape
+    visible = shape.blocks(tokens)
+    if visible <= shape.topk:
+        return 0, 0
+    first, last = shape.init_blocks, visible - shape.local_blocks
+    return (first, last) if last > first else (0, 0)
+
+
+def blocks_read(point: Point, rank: int) -> int:
+    """Blocks of keys that `rank` requests in one call, re-reads of shared pages counted each time."""
+    return sum(last - first for first, last in _shares(point, rank, context_lengths(point)))
+
+
+def distinct_blocks_read(point: Point, rank: int) -> int:
+    """Like `blocks_read`, with the pages of a shared prefix counted once."""
+    shared = point.shared_prefix_tokens // point.shape.block_size
+    ranges = [read_range(point, n) for n in context_lengths(point)]
+    in_prefix = [(first, min(last, shared)) for first, last in ranges if first < min(last, shared)]
+    union = (min(f for f, _ in in_prefix), max(last for _, last in in_prefix)) if in_prefix else (0, 0)
+    own = [(max(first, shared), last) for first, last in ranges if last > max(first, shared)]
+    return sum(_owned(point, rank, first, last) for first, last in [union, *own])
+
+
+def bytes_read(point: Point, rank: int | None = None) -> int:
+    """Index-key bytes requested by `rank` in one call; of the busiest rank when None."""
+    return _worst(point, rank, blocks_read) * point.shape.key_bytes(point.dtype)
+
+
+def distinct_bytes_read(point: Point, rank: int | None = None) -> int:
+    """Index-key bytes that `rank` touches in one call, each page once; of the busiest rank when None."""
+    return _worst(point, rank, distinct_blocks_read) * point.shape.key_bytes(point.dtype)
+
+
+def bytes_exchanged(point: Point) -> dict[str, int]:
+    """Bytes that one rank sends to each of its peers in one call of arm "cp": {"queries": ..., "candidates": ...}.
+
+    Collective gathers carry every head's candidates to every rank: `heads * topk * 8` bytes a token.
+    Other arms exchange nothing.
+    """
+    if not point.arm.endswith("cp") or point.world == 1:
+        return {"queries": 0, "candidates": 0}
+    tokens = (point.batch + point.rows_padded) * point.query_len
+    shard = Shard(0, point.world, point.shape.heads)
+    queries = tokens * shard.local_heads * point.shape.head_dim * QUERY_BYTES if point.queries == "gathered" else 0
+    return {"queries": queries, "candidates": tokens * point.shape.heads * point.shape.topk * CANDIDATE_BYTES}
+
+
+def limit_us(point: Point, node: Node) -> float:
+    """Microseconds that the busiest rank's distinct bytes take at the node's page-read bandwidth (computed)."""
+    return distinct_bytes_read(point) / (node.page_bandwidth_gbs * 1e3)
+
+
+def shards(point: Point) -> int:
+    """Number of shards that the cache is read in: the world size for CP arms and their floor, 1 for TP arms."""
+    return 1 if point.arm.endswith("tp") else point.world
+
+
+def _owned(point: Point, rank: int, first: int, last: int) -> int:
+    count = shards(point)
+    if count == 1:
+        return last - first
+    shard = Shard(rank, count, count)
+    return shard.local_blocks(last) - shard.local_blocks(first)
+
+
+def _shares(point: Point, rank: int, lengths: list[int]):
+    for tokens in lengths:
+        first, last = read_range(point, tokens)
+        yield 0, _owned(point, rank, first, last)
+
+
+def _worst(point: Point, rank: int | None, count) -> int:
+    ranks = range(shards(point)) if rank is None else (rank,)
+    return max(count(point, r) for r in ranks)
