@@ -1,0 +1,54 @@
+# `make` alone prints the targets, in the order of the story.
+PYTHON ?= python3
+TORCH ?=
+WORKERS ?= 2
+ARGS ?=
+PY := .venv/bin/python
+SETUP = $(PYTHON) tools/setup.py --torch "$(TORCH)" $(if $(filter file,$(origin PYTHON)),,--this-python)
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help ready setup doctor test sweep figures lab test-gpu clean
+
+help:
+	@echo "m3cp: where does context-parallel decode indexing beat tensor parallelism, on this machine?"
+	@echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@echo
+	@echo "Each target sets up .venv by itself when that is missing. Options: PYTHON=python3.12, TORCH=cpu|cuda|present,"
+	@echo "ARGS='...' for the m3cp command behind a target."
+
+ready:
+	@$(SETUP) --if-needed
+
+setup: ## make .venv: reuse the torch that is here, install the rest (minutes)
+	@$(SETUP)
+
+doctor: ready ## what this machine is, what will be measured and what skipped, and why
+	@$(PY) -m m3cp.cli doctor $(ARGS)
+
+test: ready ## prove that the selection is right (CPU suite, under 10 minutes)
+	@status=0; \
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests --ignore=tests/interpret || status=1; \
+	if [ -d tests/interpret ]; then \
+		echo "the kernels in Triton's interpreter:"; \
+		TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests/interpret || status=1; \
+	fi; \
+	exit $$status
+
+sweep: ready ## measure this machine, fit, draw the map; ends with the figures' paths (minutes)
+	@$(PY) -m m3cp.cli sweep $(ARGS)
+	@$(PY) -m m3cp.cli fit
+
+figures: ready ## draw the figures again from the rows that are here
+	@$(PY) -m m3cp.cli fit $(ARGS)
+
+lab: ready ## open the notebooks in JupyterLab
+	@$(PY) -m jupyterlab --notebook-dir=notebooks
+
+test-gpu: ready ## the GPU suite, on every GPU of this node
+	@PYTHON=$(PY) bash .ci/run-gpu
+
+clean: ## remove .venv and caches; rows and figures stay
+	@rm -rf .venv .venv.old build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find m3cp tests tools notebooks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
