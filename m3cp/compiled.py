@@ -1,0 +1,68 @@
+"""Kernels compiled for GPUs that need not be here: resources and assembly, for the tests and the node kit."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TARGETS = {"gfx950": ("hip", "gfx950", 64), "gfx942": ("hip", "gfx942", 64), "sm_90": ("cuda", 90, 32)}
+SHARED_BYTES = {"gfx950": 160 * 1024, "gfx942": 64 * 1024, "sm_90": 227 * 1024}  # a workgroup may use (vendors' manuals)
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a compiler made of one kernel and launch setting: registers a thread, spilled registers, shared bytes, text."""
+
+    target: str
+    registers: int
+    spills: int
+    shared_bytes: int
+    assembly: str
+
+
+def build(kernel, pointers: dict[str, str], constants: dict[str, Any], target: str, **options: Any) -> Build:
+    """Compile a jitted kernel.
+
+    Args:
+        kernel: a `triton.jit` function (not under the interpreter).
+        pointers: element type of each pointer argument, such as {"cache_ptr": "bf16"}; every other argument that is
+            not in `constants` is an int32.
+        constants: values of the constexpr arguments.
+        target: "gfx950", "gfx942" or "sm_90".
+        options: launch settings: num_warps, num_stages.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if target not in TARGETS:
+        raise ValueError(f"target={target!r}: must be one of {', '.join(TARGETS)}")
+    signature = {
+        name: "constexpr" if name in constants else f"*{pointers[name]}" if name in pointers else "i32" for name in kernel.arg_names
+    }
+    source = ASTSource(kernel, signature, constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()})
+    made = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
+    if target == "sm_90":
+        registers, spills = _cubin_resources(made.asm["cubin"])
+        return Build(target, registers, spills, made.metadata.shared, made.asm["ptx"])
+    text = made.asm["amdgcn"]
+    spills = sum(int(n) for n in re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", text))
+    registers = int(re.search(r"\.vgpr_count:\s*(\d+)", text)[1])
+    return Build(target, registers, spills, made.metadata.shared, text)
+
+
+def _cubin_resources(cubin: bytes) -> tuple[int, int]:
+    """(registers a thread, bytes of local memory) from the binary that will run."""
+    import triton.backends.nvidia as nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    stack, local = int(re.search(r"STACK:(\d+)", text)[1]), int(re.search(r"LOCAL:(\d+)", text)[1])
+    return int(re.search(r"REG:(\d+)", text)[1]), stack + local

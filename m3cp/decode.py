@@ -1,0 +1,357 @@
+"""Decode-time block selection over persistent buffers: tensor-parallel (`TPDecode`) and context-parallel (`CPDecode`).
+
+One object serves all layers and all graph sizes of a model. Nothing in a call allocates, synchronises or reads the
+device from the host, so calls can be captured in CUDA and HIP graphs; grids and buffers come from the bounds given at
+construction, lengths and strides are run-time values.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from m3cp import reference
+from m3cp.kernels import candidates as candidates_op
+from m3cp.kernels import merge as merge_op
+from m3cp.kernels import score as score_op
+from m3cp.kernels import tile
+from m3cp.shapes import FORMS, MAX_CONTEXT_LIMIT, MAX_QUERY_LEN, QUERIES, IndexerShape, require
+from m3cp.shard import Shard
+
+ERROR_KINDS = {1: "a sequence length exceeds max_context"}
+_INTERPRETER_PROGRAMS = 3  # enough to split a request between programs; they run one after another
+
+
+class _Decode:
+    """What both paths share: checks of the arguments, buffers, the score and candidates stages, the error word."""
+
+    path: str
+    stages: list[str]  # names of what a call runs, in order
+    launches: int  # kernels a call
+    collectives: int  # collectives a call
+
+    def __init__(self, shape, shard, *, blocks, scored_heads, max_requests, max_query_len, max_context, device, cache_dtype, form):
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if not isinstance(shape, IndexerShape):
+            raise TypeError(f"shape={shape!r}: must be an IndexerShape")
+        if not isinstance(shard, Shard) or shard.heads != shape.heads:
+            raise ValueError(f"shard={shard!r}: must be a Shard of shape.heads={shape.heads} heads")
+        require("max_requests", max_requests, 1 <= max_requests <= 65_536, "1 to 65536")
+        require("max_query_len", max_query_len, 1 <= max_query_len <= MAX_QUERY_LEN, f"1 to {MAX_QUERY_LEN}")
+        require("max_context", max_context, 1 <= max_context <= MAX_CONTEXT_LIMIT, f"1 to {MAX_CONTEXT_LIMIT} tokens")
+        require("cache_dtype", cache_dtype, cache_dtype == torch.bfloat16, "torch.bfloat16")
+        require("form", form, form in FORMS, f"one of {', '.join(FORMS)}")
+        require("form", form, form == "staged", "'staged': no other form exists for this class")
+        self.shape, self.shard, self.device, self.cache_dtype, self.form = shape, shard, device, cache_dtype, form
+        self.max_requests, self.max_query_len, self.max_context = max_requests, max_query_len, max_context
+        self.max_tokens = max_requests * max_query_len
+        self._blocks = blocks  # the shard of blocks: (0, 1) for TP
+        self._scored_heads = scored_heads
+        self._triton = device.type == "cuda" or tile.INTERPRETED
+        self._warm = False
+        self._buffers: list[torch.Tensor] = []
+        self._scores = self._buffer((self.max_tokens, scored_heads, max(1, blocks.local_blocks(shape.blocks(max_context)))), torch.float32)
+        self._out = self._buffer((shard.local_heads * self.max_tokens * shape.topk,), torch.int32)
+        self._state = torch.zeros(4, dtype=torch.int64, device=device)  # launches, then the error word: kind, rank, launch
+        self._programs = _programs(device)
+
+    def _buffer(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self._buffers.append(torch.empty(size, dtype=dtype, device=self.device))
+        return self._buffers[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of persistent buffers that this object holds on its device."""
+        return sum(b.numel() * b.element_size() for b in [*self._buffers, self._state])
+
+    def warmup(self) -> None:
+        """Compile every kernel and warm every transport that a call can choose; capture is refused before it.
+
+        Runs one call for each query length and each bucket of batch sizes, on a cache of one page and requests whose
+        lengths are just beyond `topk` blocks where the bound allows it, so that every stage runs.
+        """
+        shape = self.shape
+        width = shape.blocks(self.max_context)
+        cache = torch.zeros(1, shape.block_size, shape.head_dim, dtype=self.cache_dtype, device=self.device)
+        buckets = sorted({min(4**i, self.max_requests) for i in range(9)})
+        for requests in buckets:
+            table = torch.zeros(requests, width, dtype=torch.int32, device=self.device)
+            length = min(self.max_context, (shape.topk + 1) * shape.block_size)
+            lens = torch.full((requests,), length, dtype=torch.int32, device=self.device)
+            for query_len in range(1, self.max_query_len + 1):
+                q = torch.zeros(requests * query_len, self._given_heads, shape.head_dim, dtype=self.cache_dtype, device=self.device)
+                self(q, cache, table, lens, query_len=query_len)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.check()
+        self._warm = True
+
+    def check(self) -> None:
+        """Raise what the device found since construction; synchronises.
+
+        Raises:
+            RuntimeError: naming the kind of error, the rank and the launch. The rows concerned hold -1.
+        """
+        launch, kind, rank, at = self._state.tolist()
+        if kind:
+            raise RuntimeError(f"{ERROR_KINDS.get(kind, f'error kind {kind}')}: found by rank {rank} in launch {at} of {launch}; those rows are -1")
+
+    def _checked(self, q, cache, block_table, seq_lens, query_len, out) -> int:
+        """Raise on what the host can see; returns the number of tokens."""
+        shape = self.shape
+        for name, value, dims in (("q", q, 3), ("cache", cache, 3), ("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
+            if not isinstance(value, torch.Tensor) or value.dim() != dims:
+                given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+                raise ValueError(f"{name} of shape {given}: must be a tensor of {dims} dimensions")
+            if value.device != self.device:
+                raise ValueError(f"{name} on {value.device}: this object was built for {self.device}")
+        for name, value in (("block_table", block_table), ("seq_lens", seq_lens)):
+            require(f"{name}.dtype", value.dtype, value.dtype == torch.int32, "torch.int32")
+            require(f"{name}.stride(-1)", value.stride(-1), value.stride(-1) == 1 or value.shape[-1] < 2, "1")
+        require("query_len", query_len, isinstance(query_len, int) and 1 <= query_len <= self.max_query_len, f"1 to max_query_len={self.max_query_len}")
+        requests = seq_lens.shape[0]
+        tokens = requests * query_len
+        if requests > self.max_requests:
+            raise ValueError(f"seq_lens of {requests} requests: the buffers hold max_requests={self.max_requests}")
+        if block_table.shape[0] != requests:
+            raise ValueError(f"block_table of {block_table.shape[0]} rows: must equal the {requests} requests of seq_lens")
+        if block_table.shape[1] * shape.block_size < self.max_context:
+            raise ValueError(
+                f"block_table of width {block_table.shape[1]}: {block_table.shape[1]} x block_size {shape.block_size} tokens is less than "
+                f"max_context={self.max_context}"
+            )
+        if tuple(cache.shape[1:]) != (shape.block_size, shape.head_dim):
+            raise ValueError(f"cache of shape {tuple(cache.shape)}: must be [pages, block_size={shape.block_size}, head_dim={shape.head_dim}]")
+        require("cache.dtype", cache.dtype, cache.dtype == self.cache_dtype, f"{self.cache_dtype}, as given at construction")
+        require("cache.shape[0]", cache.shape[0], cache.shape[0] > 0, "at least one page")
+        if cache.stride(2) != 1 or cache.stride(1) != shape.head_dim:
+            raise ValueError(f"cache with strides {cache.stride()}: a page must be contiguous (strides [any, {shape.head_dim}, 1])")
+        if tuple(q.shape) != (tokens, self._given_heads, shape.head_dim):
+            raise ValueError(
+                f"q of shape {tuple(q.shape)}: must be [tokens={tokens} (requests {requests} x query_len {query_len}), "
+                f"heads={self._given_heads}, head_dim={shape.head_dim}]"
+            )
+        require("q.dtype", q.dtype, q.dtype == self.cache_dtype, f"{self.cache_dtype}, the cache's")
+        if tokens and (q.stride(2) != 1 or q.data_ptr() % 16 or any(q.stride(d) * q.element_size() % 16 for d in (0, 1) if q.shape[d] > 1)):
+            raise ValueError(f"q with strides {q.stride()} at address {q.data_ptr():#x}: each (token, head) row must be contiguous and 16-byte aligned")
+        if out is not None:
+            expected = (self.shard.local_heads, tokens, shape.topk)
+            if tuple(out.shape) != expected or out.dtype != torch.int32 or out.device != self.device or not out.is_contiguous():
+                raise ValueError(f"out of shape {tuple(out.shape)}, {out.dtype} on {out.device}: must be contiguous {expected} int32 on {self.device}")
+        if not self._warm and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("capture before warmup(): call warmup() once after construction, before the first capture")
+        return tokens
+
+    def _result(self, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
+        size = (self.shard.local_heads, tokens, self.shape.topk)
+        return self._out[: size[0] * size[1] * size[2]].view(size) if out is None else out
+
+    def _local(self, q, cache, block_table, seq_lens, query_len: int, tokens: int, out: torch.Tensor) -> None:
+        """Score this object's blocks and write their best keys (int64 `out`) or, in a world of one, ids (int32)."""
+        bounds = dict(shape=self.shape, shard=self._blocks, query_len=query_len, max_context=self.max_context)
+        if self._triton:
+            score_op.score(q, cache, block_table, seq_lens, out=self._scores, state=self._state, programs=self._programs, **bounds)
+            candidates_op.candidates(self._scores, seq_lens, tokens=tokens, out=out, **bounds)
+            return
+        self._state[0] += 1
+        if bool((seq_lens > self.max_context).any()) and not self._state[1]:
+            self._state[1:] = torch.tensor([1, self.shard.rank, int(self._state[0])])
+        scores = reference.score(q, cache, block_table, seq_lens, out=self._scores, **bounds)
+        if out.dtype == torch.int64:
+            reference.candidates(scores, seq_lens, out=out, **bounds)
+        else:
+            found = reference.candidates(scores, seq_lens, **bounds)
+            reference.merge(found[None], shape=self.shape, owned=range(self._scored_heads), out=out)
+
+    def _merge(self, gathered: torch.Tensor, out: torch.Tensor) -> None:
+        op: ModuleType = merge_op if self._triton else reference
+        op.merge(gathered, shape=self.shape, owned=self.shard.owned_heads, out=out)
+
+
+class TPDecode(_Decode):
+    """Tensor parallelism, the baseline: each rank streams the whole index cache to score its own heads.
+
+    Args:
+        shape: the indexer's constants.
+        shard: this rank's share; it owns `shard.owned_heads`.
+        max_requests, max_query_len: bounds of a call; buffers hold their product of tokens.
+        max_context: bound of every sequence length, tokens; shapes buffers, never the work.
+        device: where the tensors of every call live.
+        cache_dtype: of the index-K cache, and of the queries.
+        form: "staged".
+
+    Raises:
+        ValueError: naming the argument, what was given and what is allowed.
+    """
+
+    path = "tp"
+    stages = ["score", "choose"]
+    launches, collectives = 2, 0
+
+    def __init__(
+        self,
+        shape: IndexerShape,
+        shard: Shard,
+        *,
+        max_requests: int,
+        max_query_len: int,
+        max_context: int,
+        device: torch.device | str,
+        cache_dtype: torch.dtype = torch.bfloat16,
+        form: str = "staged",
+    ):
+        self._given_heads = shard.local_heads
+        super().__init__(
+            shape, shard, blocks=Shard(0, 1, shape.heads), scored_heads=shard.local_heads, max_requests=max_requests,
+            max_query_len=max_query_len, max_context=max_context, device=device, cache_dtype=cache_dtype, form=form,
+        )  # fmt: skip
+
+    def __call__(self, q, cache, block_table, seq_lens, *, query_len: int = 1, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Choose blocks for the owned heads.
+
+        Args:
+            q: `[tokens, local_heads, D]`, `tokens = requests * query_len`, request-major, post-RoPE.
+            cache: `[pages, block_size, D]`, any page stride.
+            block_table: `[requests, width]` int32 with `width * block_size >= max_context`.
+            seq_lens: `[requests]` int32: total tokens including this step's queries; 0 for a padding row.
+            out: `[local_heads, tokens, topk]` int32; None returns a view of this object's buffer, valid until the next call.
+
+        Returns:
+            Logical block ids, ascending, then -1.
+        """
+        tokens = self._checked(q, cache, block_table, seq_lens, query_len, out)
+        ids = self._result(tokens, out)
+        if tokens:
+            self._local(q, cache, block_table, seq_lens, query_len, tokens, ids)
+        return ids
+
+
+class CPLocal(_Decode):
+    """CP's part without the exchange: score a shard for all heads, take its candidates, merge `world` lists.
+
+    Runs on one device for any world size; timed as the arm `cp_local`. The other ranks' lists stand in `peers`.
+    Arguments as `TPDecode`; queries are all heads', `[tokens, heads, D]`, or gathered `[world, tokens, local_heads, D]`.
+    """
+
+    path = "cp_local"
+    stages = ["score", "candidates", "merge"]
+    launches, collectives = 3, 0
+
+    def __init__(
+        self,
+        shape: IndexerShape,
+        shard: Shard,
+        *,
+        max_requests: int,
+        max_query_len: int,
+        max_context: int,
+        device: torch.device | str,
+        cache_dtype: torch.dtype = torch.bfloat16,
+        form: str = "staged",
+    ):
+        self._given_heads = shape.heads
+        super().__init__(
+            shape, shard, blocks=Shard(shard.rank, shard.world, shard.world), scored_heads=shape.heads, max_requests=max_requests,
+            max_query_len=max_query_len, max_context=max_context, device=device, cache_dtype=cache_dtype, form=form,
+        )  # fmt: skip
+        keys = shape.heads * self.max_tokens * shape.topk
+        self._gathered = self._buffer((shard.world * keys,), torch.int64)
+
+    def peers(self, tokens: int) -> torch.Tensor:
+        """The gathered keys of a call of `tokens` tokens, `[world, heads, tokens, topk]` int64: a view to fill."""
+        size = (self.shard.world, self.shape.heads, tokens, self.shape.topk)
+        return self._gathered[: size[0] * size[1] * size[2] * size[3]].view(size)
+
+    def local_keys(self, q, cache, block_table, seq_lens, query_len: int, out: torch.Tensor) -> None:
+        """Write this shard's candidates of all heads, `[heads, tokens, topk]` int64; `q` may be gathered (4 dimensions)."""
+        self._local(q, cache, block_table, seq_lens, query_len, seq_lens.shape[0] * query_len, out)
+
+    def __call__(self, q, cache, block_table, seq_lens, *, query_len: int = 1, out: torch.Tensor | None = None) -> torch.Tensor:
+        """As `TPDecode`, with this shard's keys placed among `peers(tokens)`."""
+        tokens = self._checked(q, cache, block_table, seq_lens, query_len, out)
+        ids = self._result(tokens, out)
+        if tokens:
+            gathered = self.peers(tokens)
+            self.local_keys(q, cache, block_table, seq_lens, query_len, gathered[self.shard.rank])
+            self._merge(gathered, ids)
+        return ids
+
+
+class CPDecode(CPLocal):
+    """Context parallelism: each rank scores all heads on its share of the blocks; the ranks exchange candidates.
+
+    Args:
+        exchange: a transport from `m3cp.exchange`.
+        queries: "gathered": each rank is given its own heads' queries and they are gathered; "replicated": each rank
+            is given all heads'.
+        threshold_blocks: None; an adaptive path needs the one-launch form.
+
+    The rest as `TPDecode`. Every rank must call with the same number of rows.
+
+    Raises:
+        ValueError: also when the exchange's group does not have `shard.world` ranks.
+    """
+
+    path = "cp"
+
+    def __init__(
+        self,
+        shape: IndexerShape,
+        shard: Shard,
+        *,
+        max_requests: int,
+        max_query_len: int,
+        max_context: int,
+        device: torch.device | str,
+        cache_dtype: torch.dtype = torch.bfloat16,
+        exchange,
+        queries: str = "gathered",
+        form: str = "staged",
+        threshold_blocks: int | None = None,
+    ):
+        require("queries", queries, queries in QUERIES, f"one of {', '.join(QUERIES)}")
+        require("threshold_blocks", threshold_blocks, threshold_blocks is None, "None: no adaptive path exists for form 'staged'")
+        super().__init__(
+            shape, shard, max_requests=max_requests, max_query_len=max_query_len, max_context=max_context, device=device,
+            cache_dtype=cache_dtype, form=form,
+        )  # fmt: skip
+        exchange.attach(shard, self.device)
+        self.exchange, self.queries = exchange, queries
+        gathers = queries == "gathered"
+        self._given_heads = shard.local_heads if gathers else shape.heads
+        self.stages = [*(["gather_queries"] if gathers else []), "score", "candidates", "gather_keys", "merge"]
+        self.collectives = 2 if gathers else 1
+        self._sent_keys = self._buffer((shape.heads * self.max_tokens * shape.topk,), torch.int64)
+        row = shard.local_heads * shape.head_dim
+        if gathers:
+            self._sent_queries = self._buffer((self.max_tokens * row,), cache_dtype)
+            self._queries = self._buffer((shard.world * self.max_tokens * row,), cache_dtype)
+
+    def __call__(self, q, cache, block_table, seq_lens, *, query_len: int = 1, out: torch.Tensor | None = None) -> torch.Tensor:
+        """As `TPDecode`; `q` is `[tokens, local_heads, D]` when gathered, `[tokens, heads, D]` when replicated."""
+        tokens = self._checked(q, cache, block_table, seq_lens, query_len, out)
+        ids = self._result(tokens, out)
+        if not tokens:
+            return ids
+        if self.queries == "gathered":
+            if not q.is_contiguous():  # one more launch: a slice of a fused projection
+                q = self._sent_queries[: q.numel()].view(q.shape).copy_(q)
+            everyone = self._queries[: self.shard.world * q.numel()].view(self.shard.world, *q.shape)
+            self.exchange.gather(everyone, q)
+            q = everyone
+        keys = self._sent_keys[: self.shape.heads * tokens * self.shape.topk].view(self.shape.heads, tokens, self.shape.topk)
+        self.local_keys(q, cache, block_table, seq_lens, query_len, keys)
+        gathered = self.peers(tokens)
+        self.exchange.gather(gathered, keys)
+        self._merge(gathered, ids)
+        return ids
+
+
+def _programs(device: torch.device) -> int:
+    """Size of the persistent scoring grid: a fixed number of programs a compute unit, read from the device."""
+    if device.type != "cuda":
+        return _INTERPRETER_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count * score_op.PROGRAMS_PER_UNIT

@@ -1,0 +1,105 @@
+"""What every scoring kernel shares: which blocks a request needs, who reads them, and the one geometry of a dot.
+
+Bit-identity of TP and CP rests on `score_columns`: a block's keys times 16 columns, whatever the heads, rows, ranks
+or form. (row, head) pairs fill the columns in groups of 16, row-major; the last group is padded with zeros.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+COLUMNS = tl.constexpr(16)
+# The interpreter computes bf16 dots wrongly (triton #11584): there, and only there, operands are upcast first.
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+@triton.jit
+def row_tokens(seq_len, row, query_len, max_context):
+    """Tokens that query row `row` of a request sees; 0 for padding and for a length beyond the bound."""
+    n = tl.maximum(seq_len, 0) - query_len + row + 1
+    return tl.where((n > 0) & (n <= max_context), n, 0)
+
+
+@triton.jit
+def blocks_of(tokens, BLOCK: tl.constexpr):
+    """ceil(tokens / BLOCK), written so that 2**31 - 1 tokens do not overflow."""
+    return tokens // BLOCK + (tokens % BLOCK != 0).to(tl.int32)
+
+
+@triton.jit
+def shard_count(n, rank, world):
+    """How many of the logical blocks below `n` (>= 0) the shard `block % world == rank` holds."""
+    return (n - rank + world - 1) // world
+
+
+@triton.jit
+def read_span(seq_len, rank, world, max_context, init, local, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+    """(first, last) numbers within the shard of the blocks whose keys a request needs; empty where none is.
+
+    Requests with at most TOPK visible blocks choose them all, and forced blocks are chosen unseen.
+    """
+    length = tl.minimum(tl.maximum(seq_len, 0), max_context)
+    visible = blocks_of(length, BLOCK)
+    last = tl.where(visible > TOPK, visible - local, 0)
+    first = tl.minimum(init, tl.maximum(last, 0))
+    last = tl.maximum(last, first)
+    return shard_count(first, rank, world), shard_count(last, rank, world)
+
+
+@triton.jit
+def load_columns(
+    q_ptr, i_request, group, query_len, stride_rank, stride_token, stride_head,
+    HEADS: tl.constexpr, LOCAL_HEADS: tl.constexpr, REPLICAS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Query columns of one group, [DIM, 16], zeros where the group is padding. Gathered queries are read in place.
+
+    The host has checked that every (token, head) row is 16-byte aligned.
+    """
+    o_column = group * COLUMNS + tl.arange(0, COLUMNS)
+    o_row = o_column // HEADS
+    o_head = o_column % HEADS
+    m_column = o_row < query_len
+    p_column = q_ptr + (o_head // LOCAL_HEADS * REPLICAS).to(tl.int64) * stride_rank
+    p_column += (i_request.to(tl.int64) * query_len + o_row) * stride_token + (o_head % LOCAL_HEADS) * stride_head
+    p_q = tl.multiple_of(p_column, 16)[None, :] + tl.arange(0, DIM)[:, None]
+    return tl.load(p_q, mask=m_column[None, :], other=0.0)  # [DIM, 16]
+
+
+@triton.jit
+def column_tokens(seq_len, group, query_len, max_context, HEADS: tl.constexpr):
+    """Tokens that each of a group's 16 columns sees, [16]."""
+    o_row = (group * COLUMNS + tl.arange(0, COLUMNS)) // HEADS
+    return tl.where(o_row < query_len, row_tokens(seq_len, o_row, query_len, max_context), 0)
+
+
+@triton.jit
+def load_keys(cache_ptr, page, pages, stride_page, BLOCK: tl.constexpr, DIM: tl.constexpr, ALIGN: tl.constexpr):
+    """One block's keys, [BLOCK, DIM]. A page id outside [0, pages) is never dereferenced: page 0 stands in.
+
+    ALIGN: bytes that divide every page's address.
+    """
+    page = tl.where((page >= 0) & (page < pages), page, 0)
+    p_page = tl.multiple_of(cache_ptr + page.to(tl.int64) * stride_page, ALIGN)
+    return tl.load(p_page + tl.arange(0, BLOCK)[:, None] * DIM + tl.arange(0, DIM)[None, :])
+
+
+@triton.jit
+def score_columns(b_k, b_q, n_column, block, valid, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
+    """Maximum over the block's visible tokens of q . k for 16 columns, fp32 [16]; -inf where nothing counts."""
+    if UPCAST:
+        b_k = b_k.to(tl.float32)
+        b_q = b_q.to(tl.float32)
+    dots = tl.dot(b_k, b_q, input_precision="ieee")  # [BLOCK, 16]
+    position = block * BLOCK + tl.arange(0, BLOCK)
+    usable = (position[:, None] < n_column[None, :]) & (dots == dots) & valid
+    return tl.max(tl.where(usable, dots, float("-inf")), axis=0)
+
+
+@triton.jit
+def my_share(total, i_program, programs):
+    """[first, last) of `total` items for one of `programs` programs; shares differ by at most one item."""
+    share = total // programs
+    extra = total - share * programs
+    first = i_program * share + tl.minimum(i_program, extra)
+    return first, first + share + (i_program < extra).to(tl.int32)

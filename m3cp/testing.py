@@ -1,0 +1,71 @@
+"""Shared checks, and virtual ranks: every rank's real kernels and the real merge in one process."""
+
+from __future__ import annotations
+
+import torch
+
+from m3cp.decode import CPLocal, TPDecode
+from m3cp.shapes import IndexerShape, require
+from m3cp.shard import Shard
+
+
+def select_virtual(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    shape: IndexerShape,
+    world: int,
+    query_len: int = 1,
+    path: str = "cp",
+    form: str = "staged",
+    queries: str = "gathered",
+    max_context: int | None = None,
+) -> torch.Tensor:
+    """The choice of all heads, `[heads, tokens, topk]` int32, by `world` ranks run in turn without a process group.
+
+    On a GPU the compiled kernels run; on a CPU the interpreted ones when TRITON_INTERPRET=1 was set before import,
+    else the eager backend.
+
+    Args:
+        q: `[tokens, heads, D]`, all heads; each rank gets its own, or the gathered layout, as `queries` says.
+        path: "cp" or "tp".
+        max_context: tokens; what the table's width allows when None.
+
+    Raises:
+        AssertionError: replicas of a head disagree.
+    """
+    require("path", path, path in ("cp", "tp"), "'cp' or 'tp'")
+    bounds = dict(
+        max_requests=max(1, seq_lens.shape[0]), max_query_len=query_len, max_context=max_context or block_table.shape[1] * shape.block_size,
+        device=q.device, cache_dtype=cache.dtype, form=form,
+    )  # fmt: skip
+    shards = [Shard(r, world, shape.heads) for r in range(world)]
+    per_rank = []
+    if path == "tp":
+        for shard in shards:
+            mine = q[:, shard.owned_heads.start : shard.owned_heads.stop]
+            per_rank.append(TPDecode(shape, shard, **bounds)(mine, cache, block_table, seq_lens, query_len=query_len))
+    else:
+        ranks = [CPLocal(shape, shard, **bounds) for shard in shards]
+        given = torch.stack([q[:, s.owned_heads.start : s.owned_heads.stop] for s in shards]) if queries == "gathered" else q
+        gathered = torch.stack([_keys(rank, given, cache, block_table, seq_lens, query_len) for rank in ranks])
+        for rank in ranks:
+            rank.peers(q.shape[0]).copy_(gathered)
+            ids = rank._result(q.shape[0], None)
+            rank._merge(rank.peers(q.shape[0]), ids)
+            per_rank.append(ids)
+    out = torch.full((shape.heads, q.shape[0], shape.topk), -2, dtype=torch.int32, device=q.device)
+    for shard, ids in zip(shards, per_rank, strict=True):
+        owned = out[shard.owned_heads.start : shard.owned_heads.stop]
+        assert bool(((owned == -2) | (owned == ids)).all()), f"replicas of heads {shard.owned_heads} disagree at rank {shard.rank}"
+        owned.copy_(ids)
+    return out
+
+
+def _keys(rank: CPLocal, q, cache, block_table, seq_lens, query_len: int) -> torch.Tensor:
+    keys = torch.empty(rank.shape.heads, seq_lens.shape[0] * query_len, rank.shape.topk, dtype=torch.int64, device=cache.device)
+    if keys.numel():
+        rank.local_keys(q, cache, block_table, seq_lens, query_len, keys)
+    return keys
