@@ -37,7 +37,7 @@ PROBE = r"""
 import json, os, sys
 found = {"version": list(sys.version_info[:2]), "executable": sys.executable, "torch": None, "torch_build": None,
          "torch_error": None, "torch_dir": None, "triton": None, "triton_error": None,
-         "in_venv": sys.prefix != sys.base_prefix}
+         "prefix": sys.prefix}
 try:
     import torch
     found["torch"] = torch.__version__
@@ -82,7 +82,7 @@ class Found:
 
     version: tuple
     executable: str
-    in_venv: bool = False
+    prefix: str = ""
     torch: str | None = None
     torch_build: str | None = None  # "rocm", "cuda" or "cpu"
     torch_error: str | None = None
@@ -203,7 +203,23 @@ def parent_pth(base: Found, venv: Found) -> str | None:
     missing = [d for d in base.site_dirs if d not in venv.site_dirs]
     if not missing:
         return None
-    return f"import site; [site.addsitedir(d) for d in {missing!r}]\n"
+    return "".join(f"import site; site.addsitedir({d!r})\n" for d in missing)
+
+
+def link_jupyter(base_prefix: Path, venv: Path) -> int:
+    """Link the data and settings of a reused Jupyter, which it looks for under the venv only. Returns how many.
+
+    Kernels are left out: the venv has its own.
+    """
+    count = 0
+    for tree in ("share/jupyter", "etc/jupyter"):
+        for path in (base_prefix / tree).rglob("*"):
+            link = venv / path.relative_to(base_prefix)
+            if path.is_file() and not link.exists() and "kernels" not in path.relative_to(base_prefix).parts:
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(path)
+                count += 1
+    return count
 
 
 def key(root: Path = ROOT) -> str:
@@ -383,6 +399,7 @@ def set_up(root: Path, asked: str, executable: str) -> None:
     say("[4/4] m3cp with its notebook and test packages: about a minute, 500 MB")
     pip(venv, "-c", str(venv / "constraints.txt"), "-e", f"{root}[{EXTRAS}]")
     if plan.reuse:
+        link_jupyter(Path(base.prefix), venv)
         # A reused ipykernel has its kernel spec beside the reused interpreter; notebooks must start the venv's.
         call([str(venv_python(venv)), "-m", "ipykernel", "install", "--sys-prefix", "--name", "python3"], "ipykernel")
     after = probe(str(venv_python(venv)))
@@ -420,7 +437,8 @@ def install_runtime(venv: Path, plan: Plan, inside: Found, asked: str) -> Found:
         pip(venv, "-c", _torch_pin(venv, inside), plan.triton)
         inside = probe(str(venv_python(venv)))
     else:
-        say(f"[3/4] triton {inside.triton or 'has no build for this system; the CPU backend needs none'}")
+        had = f"{inside.triton}: {'reused' if plan.reuse else 'kept'}" if inside.triton else ""
+        say(f"[3/4] triton {had or 'has no build for this system; the CPU backend needs none'}")
     return inside
 
 
