@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+ROOT = Path(__file__).resolve().parents[1]
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -28,6 +31,44 @@ def doctor(device: Device = None) -> None:
     from m3cp.doctor import inspect, report
 
     typer.echo(report(inspect(device)))
+
+
+@app.command()
+def fit(
+    run: Annotated[
+        str, typer.Argument(help="A run's folder or name; default: the latest here, else a recorded one.")
+    ] = "",
+    compare: Annotated[
+        str, typer.Option(help="A recorded node to put beside it, or none; default: the first other one.")
+    ] = "",
+    figures: Annotated[Path, typer.Option(help="Where figures go.", show_default="figures/")] = ROOT / "figures",
+) -> None:
+    """Fit a run's rows and draw its figures, through papermill on notebooks/20_crossover.ipynb."""
+    from m3cp.fit import find_run
+    from m3cp.notebook import NotebookFailed, run_notebook
+
+    started_s = time.time() - 1  # a file system may keep whole seconds
+    figures = figures.resolve()
+    try:
+        folder = find_run(run).resolve()
+        book = ROOT / "data" / "runs" / folder.name / "20_crossover.ipynb"
+        run_notebook("20_crossover", {"run": str(folder), "compare": compare, "figures": str(figures)}, out=book)
+    except (FileNotFoundError, ValueError, NotebookFailed) as error:
+        typer.echo(f"m3cp fit: {error}", err=True)
+        raise typer.Exit(1) from None
+    drawn = sorted(p for p in figures.glob("*.*") if p.suffix in (".svg", ".png") and p.stat().st_mtime >= started_s)
+    if not drawn:
+        typer.echo(f"m3cp fit: {book} ran and drew no figure in {figures}", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"Figures of {folder.name}, and the notebook that drew them:")
+    for path in (*drawn, book):
+        typer.echo(f"  {_near(path)}")
+
+
+def _near(path: Path) -> str:
+    """The path as seen from the working directory, where it lies below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def main(argv: list[str] | None = None) -> None:

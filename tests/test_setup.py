@@ -460,6 +460,11 @@ def test_ci_calls_the_test_command_of_the_readme():
     assert "`make test`" in (ROOT / "README.md").read_text()
 
 
+def test_the_code_passes_the_linter():
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "."], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stdout.decode()
+
+
 @pytest.mark.slow
 def test_a_real_setup_from_a_tarball_reuses_this_torch(tmp_path):
     keep = shutil.ignore_patterns(".git", ".venv", ".venv.old", "data", "figures", "__pycache__", "*.egg-info")

@@ -1,0 +1,133 @@
+"""The command line: light, thin, and exactly what the README's table says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from m3cp import cli, doctor, notebook
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _run(*args):
+    return CliRunner().invoke(cli.app, list(args), prog_name="m3cp")
+
+
+def commands():
+    """Names that `m3cp --help` lists."""
+    env = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"}
+    done = subprocess.run([sys.executable, "-m", "m3cp.cli", "--help"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    listed = done.stdout.split("Commands", 1)[1]
+    return re.findall(r"^\W*([a-z][a-z-]*) {2,}\S", listed, re.M)
+
+
+def targets():
+    """Names that `make` lists."""
+    text = subprocess.run(["make", "-C", str(ROOT)], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"^  make ([a-z-]+) ", text, re.M)
+
+
+def test_the_readme_table_is_the_list_of_commands_and_targets():
+    text = (ROOT / "README.md").read_text()
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    named = [words.split() for line in table for words in re.findall(r"`((?:make|m3cp) [^`]+)`", line)]
+    assert {words[1] for words in named if words[0] == "m3cp"} == set(commands())
+    assert {words[1] for words in named if words[0] == "make"} == set(targets())
+
+
+def test_the_readme_names_no_command_that_does_not_exist():
+    text = (ROOT / "README.md").read_text()
+    code = re.findall(r"`([^`\n]+)`", text) + re.findall(r"^(?: {4}|\$ ?)?((?:make|m3cp) .+)$", text, re.M)
+    words = [m.groups() for span in code for m in [re.match(r"(make|m3cp) ([a-z][a-z-]*)\b(?!=)", span)] if m]
+    known = {("make", t) for t in targets()} | {("m3cp", c) for c in commands()}
+    assert words and set(words) <= known
+
+
+def test_help_is_light():
+    heavy = ("torch", "triton", "pandas", "scipy", "lmfit", "matplotlib", "papermill", "pydantic", "IPython")
+    code = (
+        "import sys, m3cp, m3cp.cli\n"
+        "try: m3cp.cli.main(['--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        f"print('loaded', [m for m in {heavy} if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip().endswith("loaded []")
+
+
+@pytest.mark.parametrize("name", [c.callback.__name__ for c in cli.app.registered_commands])
+def test_every_command_explains_itself(name):
+    done = _run(name, "--help")
+    assert done.exit_code == 0 and f"Usage: m3cp {name}" in done.output
+    assert "--help" in done.output and len(done.output.splitlines()) > 5
+
+
+def test_an_unknown_option_is_refused():
+    done = _run("doctor", "--devise", "cpu")
+    assert done.exit_code == 2 and "--devise" in done.output
+
+
+def test_doctor_prints_the_report():
+    done = _run("doctor", "--device", "cpu")
+    assert done.exit_code == 0 and "A sweep here" in done.output and "page_read: measured" in done.output
+
+
+def test_a_refusal_is_one_line_without_a_traceback(monkeypatch, capsys):
+    def refuse(*_):
+        raise doctor.NodeError("this machine has an AMD GPU that torch cannot use")
+
+    monkeypatch.setattr(doctor, "inspect", refuse)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["doctor"])
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "m3cp: this machine has an AMD GPU that torch cannot use\n"
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """A run to fit and a stand-in for papermill that draws what it is told to; yields (folder, calls, names)."""
+    run = tmp_path / "some-run"
+    run.mkdir()
+    (run / "rows.jsonl").touch()
+    names, calls = ["map.svg", "map.png"], []
+
+    def run_notebook(name, parameters, out):
+        calls.append((name, parameters, out))
+        for figure in names:
+            Path(parameters["figures"]).mkdir(exist_ok=True)
+            (Path(parameters["figures"]) / figure).write_text("drawn")
+
+    monkeypatch.setattr(notebook, "run_notebook", run_notebook)
+    return run, calls, names
+
+
+def test_fit_draws_through_the_notebook_and_prints_the_paths(drawn, tmp_path):
+    run, calls, _ = drawn
+    old = tmp_path / "figures" / "old.svg"
+    old.parent.mkdir()
+    old.touch()
+    os.utime(old, (1, 1))
+    done = _run("fit", str(run), "--figures", str(tmp_path / "figures"), "--compare", "none")
+    assert done.exit_code == 0, done.output
+    ((name, parameters, out),) = calls
+    assert name == "20_crossover" and out == ROOT / "data" / "runs" / "some-run" / "20_crossover.ipynb"
+    assert parameters == {"run": str(run), "compare": "none", "figures": str(tmp_path / "figures")}
+    assert str(tmp_path / "figures" / "map.svg") in done.output and "old.svg" not in done.output
+
+
+def test_fit_that_draws_nothing_fails(drawn, tmp_path):
+    run, _, names = drawn
+    names.clear()
+    done = _run("fit", str(run), "--figures", str(tmp_path / "figures"))
+    assert done.exit_code == 1 and "drew no figure" in done.output
+
+
+def test_fit_of_a_run_that_is_not_there_says_so(tmp_path):
+    done = _run("fit", str(tmp_path / "nothing"))
+    assert done.exit_code == 1 and "nothing" in done.output and "Traceback" not in done.output
