@@ -1,0 +1,482 @@
+"""Frames to figures: pure functions that return a matplotlib Figure, and the one function that saves them.
+
+Measured, modelled, computed and published never share a mark: measured is a filled marker, a model is a dashed line,
+a computed limit a dotted line, and published figures stand in panels that say so. Colours are blue for TP and
+vermillion for CP throughout; maps also carry words and hatches, so that they survive a black-and-white printer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+
+from m3cp import fit
+from m3cp.shapes import tokens_text
+
+STYLE = Path(__file__).with_name("style.mplstyle")
+TP_COLOUR, CP_COLOUR, FLOOR_COLOUR, LINE_COLOUR = "#0072B2", "#D55E00", "#5a5a5a", "#000000"
+DIVERGING = LinearSegmentedColormap.from_list("tp_cp", [TP_COLOUR, "#9cc9e6", "#f7f7f7", "#f3b48c", CP_COLOUR])
+ARM_COLOURS = {
+    "tp": (TP_COLOUR, "#004c78", "#7fb8d9"), "cp": (CP_COLOUR, "#CC79A7", "#E69F00", "#8a3d00", "#7a2f5a"), "cp_local": ("#009E73", "#00583f"),
+    "vllm_tp": ("#56B4E9",), "vllm_cp": ("#E69F00", "#a86f00"), "sglang_tp": (TP_COLOUR,), "sglang_cp": (CP_COLOUR, "#8a3d00"),
+}  # fmt: skip
+ARM_MARKER = {"tp": "o", "cp": "s", "cp_local": "D", "vllm_tp": "^", "vllm_cp": "v", "sglang_tp": "o", "sglang_cp": "s"}
+
+
+def styled(function):
+    """Run a drawing function under the one style file, whatever the caller's settings are."""
+    import functools
+
+    @functools.wraps(function)
+    def inside(*args: Any, **kwargs: Any):
+        with matplotlib.rc_context():
+            matplotlib.rcParams.update(matplotlib.rc_params_from_file(STYLE, use_default_template=False))
+            return function(*args, **kwargs)
+
+    return inside
+
+
+def figure(width: float, height: float) -> Figure:
+    """An empty Figure with its own canvas, unknown to pyplot, so that nothing leaks when it is dropped."""
+    fig = Figure(figsize=(width, height))
+    FigureCanvasAgg(fig)
+    return fig
+
+
+@styled
+def save(fig: Figure, name: str, run: str, commit: str, folder: Path | str = "figures") -> list[Path]:
+    """Save a figure as SVG and PNG, stamped with where its data come from. The only function that writes figures.
+
+    Args:
+        fig: any Figure of this module.
+        name: file name without an ending.
+        run: the run or runs shown, in words, for the footer.
+        commit: of the code that drew it; "unknown" is allowed.
+        folder: created when missing.
+
+    Returns:
+        The paths written, SVG first. The same figure gives the same bytes.
+
+    Raises:
+        ValueError: a name with a path or an ending in it, or an empty run.
+    """
+    if not name or Path(name).name != name or Path(name).suffix in (".svg", ".png"):
+        raise ValueError(f"name={name!r}: must be a file name without folder and ending")
+    if not run:
+        raise ValueError("run='': a figure names the run that it shows")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp = getattr(fig, "m3cp_stamp", None)
+    if stamp is None:
+        fig.m3cp_stamp = stamp = fig.text(0.995, 0.004, "", ha="right", va="bottom", fontsize=6, color="#777777")
+        engine = fig.get_layout_engine()
+        if engine is not None:
+            engine.set(rect=(0, 0.14 / fig.get_figheight(), 1, 1 - 0.14 / fig.get_figheight()))
+    stamp.set_text(f"{run}  ·  commit {commit}")
+    paths = [folder / f"{name}.svg", folder / f"{name}.png"]
+    fig.savefig(paths[0], metadata={"Date": None, "Creator": "m3cp"})
+    fig.savefig(paths[1], metadata={"Software": "m3cp"})
+    return paths
+
+
+def context_axis(axis, contexts: Sequence[float]) -> None:
+    """Label an x axis in tokens, base 2, one tick a context given (thinned where they would touch)."""
+    ticks = sorted({float(c) for c in contexts})
+    while len(ticks) > 9:
+        ticks = ticks[::2]
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [tokens_text(int(t)) if t == int(t) else fit.tokens_about(t) for t in ticks])
+    axis.set_xticks([], minor=True)
+    axis.set_xlabel("context, tokens a request")
+
+
+def _us_ticks(axis) -> None:
+    """Plain numbers on a logarithmic axis of microseconds, at 1, 2 and 5 times powers of ten."""
+    low, high = axis.get_ylim()
+    axis.set_yscale("log")
+    steps = (1, 2, 5) if high / max(low, 1e-9) < 300 else (1,)
+    ticks = [s * 10.0**e for e in range(-2, 8) for s in steps if low <= s * 10.0**e <= high]
+    axis.set_yticks(ticks, [f"{t:g}" if t < 10_000 else f"{t / 1000:g}k" for t in ticks])
+    axis.set_yticks([], minor=True)
+    axis.set_ylim(low, high)
+
+
+def arm_name(values: Any) -> str:
+    """An arm as legends name it: "CP one_launch, symmetric, gathered queries", "vLLM TP"."""
+    arm = values["arm"]
+    name = {"tp": "TP", "cp": "CP", "cp_local": "CP without exchange", "page_read": "page read"}.get(arm)
+    name = name or arm.replace("vllm", "vLLM").replace("sglang", "SGLang").replace("_tp", " TP").replace("_cp", " CP")
+    parts = [str(values[k]) for k in ("form", "exchange") if not fit._missing(values.get(k))]
+    if not fit._missing(values.get("queries")):
+        parts.append(f"{values['queries']} queries")
+    return ", ".join([name, *parts])
+
+
+def _title(frame, extra: str = "") -> str:
+    first = frame.iloc[0]
+    words = [first["node"], f"P = {first['world']}", first["dtype"]]
+    words += [f"{first['query_len']} query tokens"] if first["query_len"] > 1 else []
+    words += [] if first["mix"] == "uniform" else [str(first["mix"]).replace("_", " ")]
+    states = sorted(set(frame["cache_state"]))
+    words.append(f"{states[0]} cache" if len(states) == 1 else "cold and warm caches, marked")
+    if set(frame["launch"]) == {"eager"}:
+        words.append("eager launches")
+    return "  ·  ".join([*words, *([extra] if extra else [])])
+
+
+@styled
+def curves(frame, models: Sequence[fit.CostModel] = (), title: str = "") -> Figure:
+    """Measured microseconds over context, one panel a batch: medians, spread, fits, limit and page read.
+
+    Args:
+        frame: of `fit.table`, one world, dtype, query length, mix and node; arms as they come.
+        models: whose lines are drawn, dashed; matched to the arms by their labels.
+        title: words in front of the panels' common title.
+
+    Raises:
+        ValueError: rows of different experiments.
+    """
+    rows = fit.timed(frame)
+    floors = rows[rows["arm"] == "page_read"]
+    rows = rows[rows["arm"] != "page_read"]
+    if rows.empty:
+        raise ValueError("curves: no timed rows of an indexer arm")
+    fit.require_same(
+        rows, ("world", "dtype", "query_len", "shape", "mix", "node", "code_hash", "boundary", "launch"), "curves"
+    )
+    batches = sorted(set(rows["batch"]))
+    across = len(batches) if len(batches) <= 4 else 3
+    down = math.ceil(len(batches) / across)
+    fig = figure(max(4.6, 2.9 * across), 2.7 * down + 1.05)
+    axes = fig.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    contexts = sorted(set(rows["context_tokens"]))
+    variants = fit.groups(rows, fit.VARIANT)
+    handles: dict[str, Any] = {}
+    shown: list[float] = []
+    word = "published" if set(rows["source"]) == {"published"} else "measured"
+    for number, axis in enumerate(axes.flat):
+        if number >= len(batches):
+            axis.set_visible(False)
+            continue
+        batch = batches[number]
+        axis.set_title(f"batch {batch}", loc="left", fontweight="bold")
+        for key, part in variants.items():
+            arm = key[0]
+            name = arm_name(dict(zip(fit.VARIANT, key, strict=True)))
+            shades = ARM_COLOURS.get(arm, ("#000000",))
+            colour = shades[[k for k in variants if k[0] == arm].index(key) % len(shades)]
+            mine = part[part["batch"] == batch].sort_values("context_tokens")
+            for _, line in mine.iterrows():
+                low, high = min(line["samples_us"]), max(line["samples_us"])
+                axis.vlines(line["context_tokens"], low, high, color=colour, linewidth=2.6, alpha=0.35)
+                face = (
+                    "none"
+                    if word == "published"
+                    else "white"
+                    if line["cache_state"] == "warm" and "cold" in set(rows["cache_state"])
+                    else colour
+                )
+                axis.plot(
+                    line["context_tokens"],
+                    line["median_us"],
+                    ARM_MARKER.get(arm, "o"),
+                    color=colour,
+                    markerfacecolor=face,
+                    zorder=3,
+                )
+                shown += [low, high]
+            face = "none" if word == "published" else colour
+            handles.setdefault(
+                f"{name}: {word}",
+                Line2D([], [], color=colour, markerfacecolor=face, marker=ARM_MARKER.get(arm, "o"), linestyle="none"),
+            )
+            for model in models:
+                if all(model.label.get(k) == v for k, v in zip(fit.VARIANT, key, strict=True)):
+                    axis.plot(*_model_line(model, contexts, batch), color=colour, linestyle=(0, (5, 2)), linewidth=1.0)
+                    handles.setdefault(
+                        f"{name}: fit", Line2D([], [], color=colour, linestyle=(0, (5, 2)), linewidth=1.0)
+                    )
+            limit = mine.dropna(subset=["limit_us"])
+            limit = limit[limit["limit_us"] > 0].drop_duplicates("context_tokens")
+            first = key == next(k for k in variants if k[0] == arm)
+            if len(limit) and arm in ("tp", "cp") and first:
+                axis.plot(
+                    limit["context_tokens"], limit["limit_us"], color=colour, linestyle=":", linewidth=1.0, alpha=0.8
+                )
+                handles.setdefault(
+                    f"{arm.upper()} limit: bytes over bandwidth, computed",
+                    Line2D([], [], color=colour, linestyle=":", linewidth=1.0),
+                )
+                shown += list(limit["limit_us"])
+            reads = mine.dropna(subset=["page_read_us"]).drop_duplicates("context_tokens")
+            if len(reads) and arm in ("tp", "cp") and first:
+                axis.plot(
+                    reads["context_tokens"], reads["page_read_us"], "_", color=colour, markersize=9, markeredgewidth=1.6
+                )
+                handles.setdefault(
+                    f"{arm.upper()} page read: measured floor",
+                    Line2D([], [], color=colour, marker="_", markersize=9, markeredgewidth=1.6, linestyle="none"),
+                )
+                shown += list(reads["page_read_us"])
+        alone = floors[floors["batch"] == batch]
+        if len(alone) and not handles_have(handles, "page read: measured floor"):
+            axis.plot(
+                alone["context_tokens"], alone["median_us"], "_", color=FLOOR_COLOUR, markersize=9, markeredgewidth=1.6
+            )
+            handles.setdefault(
+                "page read, measured",
+                Line2D([], [], color=FLOOR_COLOUR, marker="_", markersize=9, markeredgewidth=1.6, linestyle="none"),
+            )
+        context_axis(axis, contexts)
+        axis.tick_params(labelbottom=True)
+        axis.set_xlabel("context, tokens a request" if number + across >= len(batches) else "")
+    floor_of_view = max(min(shown) / 1.25, max(min(rows["median_us"]) / 40, 1e-3))
+    axes[0, 0].set_ylim(floor_of_view, max(shown) * 1.3)
+    _us_ticks(axes[0, 0])
+    for line in axes:
+        line[0].set_ylabel("µs a call")
+    if set(rows["cache_state"]) == {"cold", "warm"}:
+        handles["hollow: warm cache"] = Line2D(
+            [], [], color="#000000", marker="o", markerfacecolor="white", linestyle="none"
+        )
+    if any(len(samples) > 1 for samples in rows["samples_us"]):
+        handles["bar: all rounds"] = Line2D([], [], color="#000000", linewidth=2.6, alpha=0.35)
+    fig.suptitle(f"{title + ': ' if title else ''}{_title(rows)}", fontsize=10, x=0.01, ha="left")
+    fig.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 2 if across < 3 else 3)
+    )
+    return fig
+
+
+def handles_have(handles: dict[str, Any], words: str) -> bool:
+    """Whether a legend already has an entry with these words."""
+    return any(words in name for name in handles)
+
+
+def _model_line(model: fit.CostModel, contexts: Sequence[int], batch: int) -> tuple[list[int], list[float]]:
+    step = model.template.shape.block_size * max(1, model.template.world)
+    low, high = max(min(contexts), 1), max(contexts)
+    grid = fit.context_grid(low, max(high, low + step), step, 61)
+    points = [model.point(c, batch) for c in grid]
+    return list(grid), [model.us(p) for p in points]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One map of a figure of maps.
+
+    Args:
+        title: what it shows, such as "recorded: 2x NVIDIA H200".
+        pairs: of `fit.pairs`, one variant, world, mix.
+        measured: break-even answers by interpolation, axis "context_tokens".
+        model: break-even answers of a fit, axis "context_tokens".
+        kind: "measured" or "published".
+    """
+
+    title: str
+    pairs: Any
+    measured: Sequence[fit.BreakEven] = ()
+    model: Sequence[fit.BreakEven] = ()
+    kind: str = "measured"
+    notes: Sequence[str] = field(default_factory=tuple)
+
+
+def _edges(values: Sequence[float]) -> np.ndarray:
+    """Cell borders of sorted values: halfway in the logarithm, the outer ones as far out as the inner ones."""
+    logs = np.log2(np.asarray(values, dtype=float))
+    if len(logs) == 1:
+        return 2.0 ** np.array([logs[0] - 0.5, logs[0] + 0.5])
+    middle = (logs[:-1] + logs[1:]) / 2
+    return 2.0 ** np.concatenate([[2 * logs[0] - middle[0]], middle, [2 * logs[-1] - middle[-1]]])
+
+
+def cell_words(pair: Any) -> str:
+    """A cell's words: who wins and by what factor; "≈" where the interval of the ratio TP / CP contains 1."""
+    ratio = pair["ratio"]
+    if pair["verdict"] in ("UNDECIDED", "SAME"):
+        return f"≈ {ratio:.2f}"
+    return f"CP {ratio:.2f}×" if ratio > 1 else f"TP {1 / ratio:.2f}×"
+
+
+def draw_map(axis, panel: Panel, limit: float) -> None:
+    """Draw one map of TP against CP into an axis: cells by ratio with words and hatches, the break-even line on top."""
+    fit.require_same(
+        panel.pairs,
+        ("world", "dtype", "query_len", "shape", "mix", "node", "code_hash", "launch", *fit.VARIANT),
+        panel.title,
+    )
+    contexts, batches = sorted(set(panel.pairs["context_tokens"])), sorted(set(panel.pairs["batch"]))
+    x, y = _edges(contexts), _edges(batches)
+    for _, pair in panel.pairs.iterrows():
+        i, j = contexts.index(pair["context_tokens"]), batches.index(pair["batch"])
+        shade = 0.5 + 0.5 * max(-1.0, min(1.0, math.log2(pair["ratio"]) / limit))
+        colour = DIVERGING(shade)
+        open_ = pair["verdict"] in ("UNDECIDED", "SAME")
+        hatch = "..." if open_ else ("////" if pair["ratio"] < 1 else None)
+        cell = Rectangle(
+            (x[i], y[j]), x[i + 1] - x[i], y[j + 1] - y[j], facecolor=colour, edgecolor="white", linewidth=1.2, zorder=1
+        )
+        axis.add_patch(cell)
+        if hatch:
+            axis.add_patch(
+                Rectangle(
+                    (x[i], y[j]),
+                    x[i + 1] - x[i],
+                    y[j + 1] - y[j],
+                    fill=False,
+                    hatch=hatch,
+                    edgecolor="#00000030" if not open_ else "#00000055",
+                    linewidth=0,
+                    zorder=1.5,
+                )
+            )
+        red, green, blue, _ = colour
+        dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
+        text = axis.annotate(
+            cell_words(pair) + ("*" if pair["unsteady"] else ""), (math.sqrt(x[i] * x[i + 1]), y[j] ** 0.24 * y[j + 1] ** 0.76), ha="center", va="center",
+            fontsize=7.5, color="white" if dark else "black", zorder=6,
+        )  # fmt: skip
+        text.set_bbox({"facecolor": colour, "edgecolor": "none", "pad": 0.6, "alpha": 0.85})
+    context_axis(axis, contexts)
+    axis.set_yscale("log", base=2)
+    axis.set_yticks(batches, [str(b) for b in batches])
+    axis.set_yticks([], minor=True)
+    axis.set_ylabel("batch, requests")
+    axis.set_xlim(x[0], x[-1])
+    axis.set_ylim(y[0], y[-1])
+    axis.grid(False)
+    _line(axis, panel.model, x, LINE_COLOUR, (0, (5, 2)), None)
+    _line(axis, panel.measured, x, LINE_COLOUR, "-", "D")
+    axis.set_title(panel.title, loc="left", fontweight="bold")
+
+
+def _line(axis, answers: Sequence[fit.BreakEven], x: np.ndarray, colour: str, style: Any, marker: str | None) -> None:
+    """A break-even line and its band over the batches that have an answer; the band is clipped to the map."""
+    known = [a for a in answers if a.value is not None and x[0] <= a.value <= x[-1]]
+    if not known:
+        return
+    values, at = [a.value for a in known], [a.at for a in known]
+    if marker:
+        axis.plot(values, at, color="white", linewidth=3.2, zorder=4.9)
+        axis.plot(
+            values,
+            at,
+            color=colour,
+            linestyle=style,
+            marker=marker,
+            markersize=4,
+            markerfacecolor="white",
+            linewidth=1.4,
+            zorder=5,
+        )
+        for answer in known:
+            axis.plot(
+                [max(answer.low, x[0]), min(answer.high, x[-1])], [answer.at] * 2, color=colour, linewidth=1.0, zorder=5
+            )
+        return
+    axis.fill_betweenx(
+        at,
+        [max(a.low, x[0]) for a in known],
+        [min(a.high, x[-1]) for a in known],
+        color="#000000",
+        alpha=0.16,
+        linewidth=0,
+        zorder=2,
+    )
+    axis.plot(values, at, color=colour, linestyle=style, linewidth=1.3, zorder=4.5)
+
+
+@styled
+def maps(panels: Sequence[Panel], title: str = "") -> Figure:
+    """Maps of TP against CP over context and batch, side by side on one colour scale.
+
+    Raises:
+        ValueError: no panel, or a panel that mixes experiments.
+    """
+    if not panels or any(panel.pairs.empty for panel in panels):
+        raise ValueError("maps: each panel needs at least one pair of a CP row and its TP baseline")
+    widths = [max(4.8 if len(panels) == 1 else 3.4, 0.7 * len(set(p.pairs["context_tokens"])) + 1.0) for p in panels]
+    tall = max(len(set(p.pairs["batch"])) for p in panels)
+    fig = figure(sum(widths) + 1.1, max(3.6, 0.5 * tall + 2.2))
+    axes = fig.subplots(1, len(panels), squeeze=False, width_ratios=widths)[0]
+    limit = max(0.25, *(float(np.abs(np.log2(p.pairs["ratio"].to_numpy(dtype=float))).max()) for p in panels))
+    for axis, panel in zip(axes, panels, strict=True):
+        draw_map(axis, panel, limit)
+        cold = sorted(set(panel.pairs["cache_state"]))
+        words = [
+            panel.kind,
+            f"P = {panel.pairs['world'].iloc[0]}",
+            panel.pairs["dtype"].iloc[0],
+            f"{' and '.join(cold)} cache",
+            *panel.notes,
+        ]
+        lines = ["  ·  ".join(words[:4]), "  ·  ".join(words[4:])]
+        note = axis.annotate(
+            "\n".join(lines).rstrip(),
+            (0, 0),
+            (0, -32),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            fontsize=7,
+            color="#555555",
+            va="top",
+        )
+        note.set_in_layout(False)  # a long note must not squeeze the map
+        axis.set_xlabel(axis.get_xlabel() + "\n\n")  # room for it
+    shades = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(-limit, limit), DIVERGING)
+    bar = fig.colorbar(shades, ax=list(axes), pad=0.015, fraction=0.03, aspect=28)
+    steps = [s for s in (0.125, 0.25, 0.5, 1, 2, 4) if s <= limit] or [limit]
+    steps = [steps[-1] / 2, steps[-1]]
+    ticks = [-s for s in reversed(steps)] + [0.0] + steps
+    bar.set_ticks(
+        ticks, labels=[f"TP {2**-t:.2f}×" if t < 0 else ("even" if t == 0 else f"CP {2**t:.2f}×") for t in ticks]
+    )
+    bar.set_label("faster by")
+    bar.outline.set_visible(False)
+    legend = [
+        Patch(facecolor=TP_COLOUR, hatch="////", edgecolor="#00000060", label="TP faster by"),
+        Patch(facecolor=CP_COLOUR, label="CP faster by"),
+        Patch(facecolor="#f7f7f7", hatch="...", edgecolor="#888888", label="≈ TP / CP, interval holds 1"),
+    ]
+    if any(a.value is not None for p in panels for a in p.measured):
+        legend.append(
+            Line2D(
+                [],
+                [],
+                color=LINE_COLOUR,
+                marker="D",
+                markerfacecolor="white",
+                markersize=4,
+                label="break-even between points, 95%",
+            )
+        )
+    if any(a.value is not None for p in panels for a in p.model):
+        legend.append(
+            (Patch(facecolor="#000000", alpha=0.16), Line2D([], [], color=LINE_COLOUR, linestyle=(0, (5, 2))))
+        )
+    labels = [h.get_label() if not isinstance(h, tuple) else "break-even of the fit, 95%" for h in legend]
+    if any(panel.pairs["unsteady"].any() for panel in panels):
+        legend.append(Line2D([], [], linestyle="none"))
+        labels.append("* the floor drifted by over 3%")
+    fig.legend(legend, labels, loc="outside lower center", ncols=2 if len(panels) == 1 else 3)
+    if title:
+        fig.suptitle(title, fontsize=10, x=0.01, ha="left")
+    return fig
+
+
+def panel(comparison: fit.Comparison, title: str) -> Panel:
+    """The map's panel of a comparison."""
+    kind = "published" if comparison.source == "published" else "measured"
+    name = arm_name({k: comparison.pairs[k].iloc[0] for k in fit.VARIANT})
+    return Panel(title, comparison.pairs, comparison.measured, comparison.model, kind, (name,))

@@ -1,0 +1,80 @@
+"""Synthetic rows with a known truth, for tests of the analysis. The truth is written out here, not taken from fit.py.
+
+Figures are plausible for two H200 (microseconds), and the node's name says that they are synthetic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from m3cp import records, traffic
+from m3cp.shapes import Point
+
+TP = {"launch": 4.0, "us_per_mb": 0.225, "depth": 0.15, "ramp": 3.5, "rows": 0.01}
+CP = {"launch": 5.6, "us_per_mb": 0.225, "depth": 0.15, "ramp": 3.5, "rows": 0.02}
+CONTEXTS = (1024, 8192, 32768, 131072, 524288)
+BATCHES = (1, 8, 32, 64)
+
+
+def truth_us(point: Point, truth: dict[str, float]) -> float:
+    """Microseconds that the planted machine needs for a Point (uniform, no shared prefix)."""
+    ranks = point.world if point.arm in ("cp", "cp_local") else 1
+    megabytes = traffic.distinct_bytes_read(point) / 1e6
+    longest = (
+        max(last - first for first, last in (traffic.read_range(point, n) for n in traffic.context_lengths(point)))
+        / ranks
+    )
+    rows = (point.batch + point.rows_padded) * point.query_len
+    us = truth["launch"] + truth["us_per_mb"] * megabytes + truth.get("rows", 0.0) * rows
+    us += truth.get("depth", 0.0) * math.log2(1 + longest)
+    us += truth.get("ramp", 0.0) * megabytes / (megabytes + truth.get("ramp_mb", 10.0))
+    if point.arm == "cp" and point.world > 1:
+        us += truth.get("exchange", 0.0)
+    return us
+
+
+def row(
+    point: Point,
+    us: float,
+    rng: np.random.Generator,
+    noise: float = 0.0,
+    rounds: int = 7,
+    jitter: float = 0.004,
+    **changes,
+) -> records.Row:
+    """An ok row whose median is about `us`: `noise` moves the whole row, `jitter` each round (relative)."""
+    level = us * (1 + noise * rng.standard_normal())
+    samples = [float(level * (1 + jitter * v)) for v in rng.standard_normal(rounds)]
+    read = traffic.distinct_bytes_read(point)
+    ranks = point.world
+    stages = {"tp": ["score", "select"], "cp": ["gather_queries", "score", "candidates", "gather_keys", "merge"]}
+    values = {
+        "path": point.arm if point.arm in ("tp", "cp") else point.arm, "node": "synthetic 2x H200", "ranks": ranks,
+        "timed_region": stages.get(point.arm, ["score"]), "samples_us": samples, "rank_samples_us": [samples] * ranks, "calls_per_replay": 8,
+        "replays_per_round": 50, "caches": 64, "cache_state": "cold", "footprint_over_l2": 4.0, "footprint_over_llc": 4.0,
+        "bytes_read": traffic.bytes_read(point), "distinct_bytes_read": read, "bytes_exchanged": traffic.bytes_exchanged(point),
+        "limit_us": read / 4.56e6, "page_read_us": 3.0 + read / 4.56e6, "check": {"passed": True, "rows": point.batch, "mismatches": 0, "against": "reference"},
+        "provenance": {"code_hash": "synthetic000", "commit": "synthetic"},
+    }  # fmt: skip
+    return records.Row(point=point, status="ok", **{**values, **changes})
+
+
+def rows(
+    tp: dict[str, float] = TP, cp: dict[str, float] = CP, contexts=CONTEXTS, batches=BATCHES, world: int = 2, noise: float = 0.0,
+    seed: int = 0, mix: str = "uniform", jitter: float = 0.004, **changes,
+) -> list[records.Row]:  # fmt: skip
+    """Rows of arms tp and cp over a grid."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for context in contexts:
+        for batch in batches:
+            base = Point(context, batch, mix=mix, world=world, max_context=2**20, form="staged")
+            for point, truth in (
+                (base, tp),
+                (dataclasses.replace(base, arm="cp", exchange="collective", queries="gathered"), cp),
+            ):
+                found.append(row(point, truth_us(point, truth), rng, noise, jitter=jitter, **changes))
+    return found
