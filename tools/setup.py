@@ -128,9 +128,8 @@ def decide(asked: str, found: Found, here: Host) -> Plan:
     if asked not in ASKED:
         raise Stop(f"TORCH={asked} is not one of cpu, cuda, present")
     if tuple(found.version) < OLDEST_PYTHON:
-        newer = [p for p in ("python3.14", "python3.13", "python3.12", "python3.11") if shutil.which(p)]
         had = ".".join(map(str, found.version))
-        hint = newer[0] if newer else "<a Python 3.11 or newer>"
+        hint = next(filter(_runs, ("python3.12", "python3.13", "python3.11", "python3.14")), "<a Python 3.11 or newer>")
         raise Stop(f"{found.executable} is Python {had}; 3.11 or newer is needed: `make setup PYTHON={hint}`")
     if here.amd and asked != "cpu" and found.torch_build != "rocm":
         had = f"torch {found.torch} ({found.torch_build} build)" if found.torch else "no torch"
@@ -158,6 +157,11 @@ def decide(asked: str, found: Found, here: Host) -> Plan:
         return Plan(False, TORCH + "+cpu" if here.linux else TORCH, triton, "cpu")
     expect = "cuda" if asked == "cuda" or here.nvidia else None
     return Plan(False, TORCH, triton, expect)
+
+
+def _runs(python: str) -> bool:
+    """Whether the command works; version managers leave names on the path that don't."""
+    return bool(shutil.which(python)) and subprocess.run([python, "-V"], capture_output=True).returncode == 0
 
 
 def _reuse(found: Found, here: Host) -> Plan:
