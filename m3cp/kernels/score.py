@@ -49,18 +49,13 @@ def score_kernel(
     i_program = tl.program_id(0)
     o_request = tl.arange(0, REQUESTS)
     lens = tl.load(lens_ptr + o_request, mask=o_request < requests, other=0)  # [REQUESTS]
-    first, last = read_span(lens, rank, world, max_context, init, local, TOPK, BLOCK)
-    counts = last - first
-    ends = tl.cumsum(counts, 0)
-    item, stop = my_share(tl.sum(counts, 0), i_program, tl.num_programs(0))
-    # The request that holds the first item: those that end at or before it are passed.
-    i_request = tl.sum((ends <= item).to(tl.int32), 0)
-    start = tl.sum(tl.where(o_request < i_request, counts, 0), 0)
+    first, last = read_span(lens, query_len, rank, world, max_context, init, local, TOPK, BLOCK)
+    item, stop, i_request, start = my_share(last - first, i_program, tl.num_programs(0), REQUESTS)
     if i_program == 0:
         begin_launch(state_ptr, tl.max(lens, 0) > max_context, rank)
     while item < stop:
         seq_len = tl.load(lens_ptr + i_request)
-        first_here, last_here = read_span(seq_len, rank, world, max_context, init, local, TOPK, BLOCK)
+        first_here, last_here = read_span(seq_len, query_len, rank, world, max_context, init, local, TOPK, BLOCK)
         end = start + last_here - first_here
         upto = tl.minimum(stop, end)
         p_table = table_ptr + i_request.to(tl.int64) * stride_table

@@ -34,13 +34,19 @@ def shard_count(n, rank, world):
 
 
 @triton.jit
-def read_span(seq_len, rank, world, max_context, init, local, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+def longest_row(seq_len, query_len, max_context):
+    """Tokens that the request's longest row within the bound sees; 0 where it has none. Alike on every rank."""
+    length = tl.maximum(seq_len, 0)
+    return tl.where(length - max_context < query_len, tl.minimum(length, max_context), 0)
+
+
+@triton.jit
+def read_span(seq_len, query_len, rank, world, max_context, init, local, TOPK: tl.constexpr, BLOCK: tl.constexpr):
     """(first, last) numbers within the shard of the blocks whose keys a request needs; empty where none is.
 
     Requests with at most TOPK visible blocks choose them all, and forced blocks are chosen unseen.
     """
-    length = tl.minimum(tl.maximum(seq_len, 0), max_context)
-    visible = blocks_of(length, BLOCK)
+    visible = blocks_of(longest_row(seq_len, query_len, max_context), BLOCK)
     last = tl.where(visible > TOPK, visible - local, 0)
     first = tl.minimum(init, tl.maximum(last, 0))
     last = tl.maximum(last, first)
@@ -97,9 +103,17 @@ def score_columns(b_k, b_q, n_column, block, valid, BLOCK: tl.constexpr, UPCAST:
 
 
 @triton.jit
-def my_share(total, i_program, programs):
-    """[first, last) of `total` items for one of `programs` programs; shares differ by at most one item."""
+def my_share(counts, i_program, programs, REQUESTS: tl.constexpr):
+    """One program's share of the flattened (request, block) list: shares differ by at most one block.
+
+    counts: blocks that each request needs, [REQUESTS]. Returns (item, stop, i_request, start): the share [item, stop),
+    the request that holds its first item, and the item at which that request starts.
+    """
+    ends = tl.cumsum(counts, 0)
+    total = tl.sum(counts, 0)
     share = total // programs
     extra = total - share * programs
-    first = i_program * share + tl.minimum(i_program, extra)
-    return first, first + share + (i_program < extra).to(tl.int32)
+    item = i_program * share + tl.minimum(i_program, extra)
+    stop = item + share + (i_program < extra).to(tl.int32)
+    passed = ends <= item
+    return item, stop, tl.sum(passed.to(tl.int32), 0), tl.sum(tl.where(passed, counts, 0), 0)
