@@ -44,7 +44,7 @@ def fit(
     figures: Annotated[Path, typer.Option(help="Where figures go.", show_default="figures/")] = ROOT / "figures",
 ) -> None:
     """Fit a run's rows and draw its figures, through papermill on notebooks/20_crossover.ipynb."""
-    from m3cp.fit import find_run
+    from m3cp.frames import find_run
     from m3cp.notebook import NotebookFailed, run_notebook
 
     started_s = time.time() - 1  # a file system may keep whole seconds

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from m3cp import fit
+from m3cp import crossover, fit, frames
 from m3cp.shapes import tokens_text
 
 STYLE = Path(__file__).with_name("style.mplstyle")
@@ -96,7 +96,7 @@ def context_axis(axis, contexts: Sequence[float]) -> None:
     while len(ticks) > 9:
         ticks = ticks[::2]
     axis.set_xscale("log", base=2)
-    axis.set_xticks(ticks, [tokens_text(int(t)) if t == int(t) else fit.tokens_about(t) for t in ticks])
+    axis.set_xticks(ticks, [tokens_text(int(t)) if t == int(t) else crossover.tokens_about(t) for t in ticks])
     axis.set_xticks([], minor=True)
     axis.set_xlabel("context, tokens a request")
 
@@ -117,8 +117,8 @@ def arm_name(values: Any) -> str:
     arm = values["arm"]
     name = {"tp": "TP", "cp": "CP", "cp_local": "CP without exchange", "page_read": "page read"}.get(arm)
     name = name or arm.replace("vllm", "vLLM").replace("sglang", "SGLang").replace("_tp", " TP").replace("_cp", " CP")
-    parts = [str(values[k]) for k in ("form", "exchange") if not fit._missing(values.get(k))]
-    if not fit._missing(values.get("queries")):
+    parts = [str(values[k]) for k in ("form", "exchange") if not frames.missing(values.get(k))]
+    if not frames.missing(values.get("queries")):
         parts.append(f"{values['queries']} queries")
     return ", ".join([name, *parts])
 
@@ -140,19 +140,19 @@ def curves(frame, models: Sequence[fit.CostModel] = (), title: str = "") -> Figu
     """Measured microseconds over context, one panel a batch: medians, spread, fits, limit and page read.
 
     Args:
-        frame: of `fit.table`, one world, dtype, query length, mix and node; arms as they come.
+        frame: of `frames.table`, one world, dtype, query length, mix and node; arms as they come.
         models: whose lines are drawn, dashed; matched to the arms by their labels.
         title: words in front of the panels' common title.
 
     Raises:
         ValueError: rows of different experiments.
     """
-    rows = fit.timed(frame)
+    rows = frames.timed(frame)
     floors = rows[rows["arm"] == "page_read"]
     rows = rows[rows["arm"] != "page_read"]
     if rows.empty:
         raise ValueError("curves: no timed rows of an indexer arm")
-    fit.require_same(
+    frames.require_same(
         rows, ("world", "dtype", "query_len", "shape", "mix", "node", "code_hash", "boundary", "launch"), "curves"
     )
     batches = sorted(set(rows["batch"]))
@@ -161,7 +161,7 @@ def curves(frame, models: Sequence[fit.CostModel] = (), title: str = "") -> Figu
     fig = figure(max(4.6, 2.9 * across), 2.7 * down + 1.05)
     axes = fig.subplots(down, across, squeeze=False, sharex=True, sharey=True)
     contexts = sorted(set(rows["context_tokens"]))
-    variants = fit.groups(rows, fit.VARIANT)
+    variants = frames.groups(rows, crossover.VARIANT)
     handles: dict[str, Any] = {}
     shown: list[float] = []
     word = "published" if set(rows["source"]) == {"published"} else "measured"
@@ -173,7 +173,7 @@ def curves(frame, models: Sequence[fit.CostModel] = (), title: str = "") -> Figu
         axis.set_title(f"batch {batch}", loc="left", fontweight="bold")
         for key, part in variants.items():
             arm = key[0]
-            name = arm_name(dict(zip(fit.VARIANT, key, strict=True)))
+            name = arm_name(dict(zip(crossover.VARIANT, key, strict=True)))
             shades = ARM_COLOURS.get(arm, ("#000000",))
             colour = shades[[k for k in variants if k[0] == arm].index(key) % len(shades)]
             mine = part[part["batch"] == batch].sort_values("context_tokens")
@@ -202,7 +202,7 @@ def curves(frame, models: Sequence[fit.CostModel] = (), title: str = "") -> Figu
                 Line2D([], [], color=colour, markerfacecolor=face, marker=ARM_MARKER.get(arm, "o"), linestyle="none"),
             )
             for model in models:
-                if all(model.label.get(k) == v for k, v in zip(fit.VARIANT, key, strict=True)):
+                if all(model.label.get(k) == v for k, v in zip(crossover.VARIANT, key, strict=True)):
                     axis.plot(*_model_line(model, contexts, batch), color=colour, linestyle=(0, (5, 2)), linewidth=1.0)
                     handles.setdefault(
                         f"{name}: fit", Line2D([], [], color=colour, linestyle=(0, (5, 2)), linewidth=1.0)
@@ -267,7 +267,7 @@ def handles_have(handles: dict[str, Any], words: str) -> bool:
 def _model_line(model: fit.CostModel, contexts: Sequence[int], batch: int) -> tuple[list[int], list[float]]:
     step = model.template.shape.block_size * max(1, model.template.world)
     low, high = max(min(contexts), 1), max(contexts)
-    grid = fit.context_grid(low, max(high, low + step), step, 61)
+    grid = crossover.context_grid(low, max(high, low + step), step, 61)
     points = [model.point(c, batch) for c in grid]
     return list(grid), [model.us(p) for p in points]
 
@@ -278,7 +278,7 @@ class Panel:
 
     Args:
         title: what it shows, such as "recorded: 2x NVIDIA H200".
-        pairs: of `fit.pairs`, one variant, world, mix.
+        pairs: of `crossover.pairs`, one variant, world, mix.
         measured: break-even answers by interpolation, axis "context_tokens".
         model: break-even answers of a fit, axis "context_tokens".
         kind: "measured" or "published".
@@ -286,8 +286,8 @@ class Panel:
 
     title: str
     pairs: Any
-    measured: Sequence[fit.BreakEven] = ()
-    model: Sequence[fit.BreakEven] = ()
+    measured: Sequence[crossover.BreakEven] = ()
+    model: Sequence[crossover.BreakEven] = ()
     kind: str = "measured"
     notes: Sequence[str] = field(default_factory=tuple)
 
@@ -311,9 +311,9 @@ def cell_words(pair: Any) -> str:
 
 def draw_map(axis, panel: Panel, limit: float) -> None:
     """Draw one map of TP against CP into an axis: cells by ratio with words and hatches, the break-even line on top."""
-    fit.require_same(
+    frames.require_same(
         panel.pairs,
-        ("world", "dtype", "query_len", "shape", "mix", "node", "code_hash", "launch", *fit.VARIANT),
+        ("world", "dtype", "query_len", "shape", "mix", "node", "code_hash", "launch", *crossover.VARIANT),
         panel.title,
     )
     contexts, batches = sorted(set(panel.pairs["context_tokens"])), sorted(set(panel.pairs["batch"]))
@@ -361,7 +361,9 @@ def draw_map(axis, panel: Panel, limit: float) -> None:
     axis.set_title(panel.title, loc="left", fontweight="bold")
 
 
-def _line(axis, answers: Sequence[fit.BreakEven], x: np.ndarray, colour: str, style: Any, marker: str | None) -> None:
+def _line(
+    axis, answers: Sequence[crossover.BreakEven], x: np.ndarray, colour: str, style: Any, marker: str | None
+) -> None:
     """A break-even line and its band over the batches that have an answer; the band is clipped to the map."""
     known = [a for a in answers if a.value is not None and x[0] <= a.value <= x[-1]]
     if not known:
@@ -475,8 +477,8 @@ def maps(panels: Sequence[Panel], title: str = "") -> Figure:
     return fig
 
 
-def panel(comparison: fit.Comparison, title: str) -> Panel:
+def panel(comparison: crossover.Comparison, title: str) -> Panel:
     """The map's panel of a comparison."""
     kind = "published" if comparison.source == "published" else "measured"
-    name = arm_name({k: comparison.pairs[k].iloc[0] for k in fit.VARIANT})
+    name = arm_name({k: comparison.pairs[k].iloc[0] for k in crossover.VARIANT})
     return Panel(title, comparison.pairs, comparison.measured, comparison.model, kind, (name,))

@@ -8,12 +8,12 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from m3cp import fit, plots
+from m3cp import crossover, plots
 from m3cp.shapes import tokens_text
 
 
 @plots.styled
-def point_figure(comparison: fit.Comparison, context_tokens: int, batch: int):
+def point_figure(comparison: crossover.Comparison, context_tokens: int, batch: int):
     """Both arms over context at one batch, with one context marked: what the sliders show.
 
     Raises:
@@ -31,16 +31,16 @@ def point_figure(comparison: fit.Comparison, context_tokens: int, batch: int):
     return drawn
 
 
-def point_sentence(comparison: fit.Comparison, context_tokens: int, batch: int) -> str:
+def point_sentence(comparison: crossover.Comparison, context_tokens: int, batch: int) -> str:
     """The verdict at a measured point in words, or that it was not measured."""
     pairs = comparison.pairs
     found = pairs[(pairs["context_tokens"] == context_tokens) & (pairs["batch"] == batch)]
     if found.empty:
         return f"{tokens_text(context_tokens)} tokens, batch {batch}: not measured here."
-    return fit.sentence(found.iloc[0])
+    return crossover.sentence(found.iloc[0])
 
 
-def sliders(comparison: fit.Comparison) -> Any:
+def sliders(comparison: crossover.Comparison) -> Any:
     """Sliders for context and batch over the measured points of a comparison; None when ipywidgets is missing.
 
     The picture is a fixed-size image that is replaced in place, so that the page does not jump; an error in a

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import synthetic
 
-from m3cp import fit
+from m3cp import crossover, fit, frames, leastsq
 from m3cp.shapes import Point
 
 RNG = np.random.default_rng
@@ -24,7 +24,7 @@ def line(x, noise, seed=0):
 def test_f01_units_do_not_matter():
     x = np.geomspace(1e4, 1e8, 25)
     y = line(x, 0.02)
-    found = {u: fit.solve({"launch": np.ones(25), "bytes": x / u}, y) for u in (1.0, 2.0**20, 16_384.0)}
+    found = {u: leastsq.solve({"launch": np.ones(25), "bytes": x / u}, y) for u in (1.0, 2.0**20, 16_384.0)}
     base = found[1.0]
     for unit, other in found.items():
         predicted = other.usable @ np.vstack([np.ones(25), x / unit])
@@ -39,25 +39,25 @@ def test_f01_small_points_count_as_much_as_large_ones():
     x = np.array([1e3, 2e3, 4e3, 1e8, 2e8, 4e8])
     y = 12 + 2e-5 * x
     y[3:] *= [1.05, 0.95, 1.02]  # 100 us of error at the large end must not move the fixed cost
-    assert fit.solve({"launch": np.ones(6), "bytes": x}, y).value("launch") == pytest.approx(12, rel=0.02)
+    assert leastsq.solve({"launch": np.ones(6), "bytes": x}, y).value("launch") == pytest.approx(12, rel=0.02)
 
 
 def test_f01_what_never_varies_is_reported_and_not_invented():
     x = np.geomspace(1e4, 1e8, 12)
     y = line(x, 0.01)
-    found = fit.solve({"launch": np.ones(12), "bytes": x, "peers": np.full(12, 3.0), "sent": 2 * x + 5}, y)
+    found = leastsq.solve({"launch": np.ones(12), "bytes": x, "peers": np.full(12, 3.0), "sent": 2 * x + 5}, y)
     assert set(found.unidentified) == {"peers", "sent"}
     assert "launch" in found.unidentified["peers"]
     assert math.isnan(found.value("peers")) and all(map(math.isnan, found.interval("peers")))
     assert found.value("launch") == pytest.approx(12, rel=0.05)
-    more = fit.solve({"launch": np.ones(2), "bytes": x[:2], "rows": x[:2] ** 2}, y[:2])
+    more = leastsq.solve({"launch": np.ones(2), "bytes": x[:2], "rows": x[:2] ** 2}, y[:2])
     assert more.unidentified == {"rows": "more parameters than rows"} or "rows" in more.unidentified
 
 
 @pytest.mark.parametrize(("c", "sigmas"), [(0.01, (0.00155, 0.00314)), (0.001, (0.000155, 0.000314))])
 def test_f02_errors_are_right_where_a_parameter_is_zero(c, sigmas):
     x = np.linspace(-1, 1, 20)
-    found = fit.solve({"a": np.ones(20), "b": x**2}, x**2 + c * x**3, relative=False, nonnegative=False)
+    found = leastsq.solve({"a": np.ones(20), "b": x**2}, x**2 + c * x**3, relative=False, nonnegative=False)
     assert np.sqrt(np.diag(found.covariance)) == pytest.approx(sigmas, rel=0.01)
     assert found.value("a") == pytest.approx(0, abs=1e-12)
 
@@ -66,7 +66,7 @@ def test_f02_a_cost_that_fits_to_zero_has_a_finite_interval_the_right_way_round(
     x = np.geomspace(1e4, 1e8, 15)
     for seed in range(20):
         y = 2e-5 * x * (1 + 0.03 * RNG(seed).standard_normal(15))
-        found = fit.solve({"launch": np.ones(15), "bytes": x}, y)
+        found = leastsq.solve({"launch": np.ones(15), "bytes": x}, y)
         low, high = found.interval("launch")
         assert 0 <= low <= found.value("launch") <= high < 0.1
         assert np.all(np.isfinite(found.covariance))
@@ -80,28 +80,28 @@ def switch(n):
 def test_f05_a_transport_switch_shows_in_the_residuals(noise):
     sizes = np.repeat(2.0 ** np.arange(12, 24), 3)
     y = switch(sizes) * (1 + noise * RNG(1).standard_normal(len(sizes)))
-    whole = fit.solve({"launch": np.ones(len(sizes)), "sent": sizes}, y)
-    assert "residuals follow the size" in fit.structure(whole, sizes)
+    whole = leastsq.solve({"launch": np.ones(len(sizes)), "sent": sizes}, y)
+    assert "residuals follow the size" in leastsq.structure(whole, sizes)
     assert whole.r2 > 0.99 and whole.worst > 0.03  # R² alone would have looked fine
     small = sizes <= 128 * 1024
-    part = fit.solve({"launch": np.ones(small.sum()), "sent": sizes[small]}, y[small])
-    assert fit.structure(part, sizes[small]) == ""
+    part = leastsq.solve({"launch": np.ones(small.sum()), "sent": sizes[small]}, y[small])
+    assert leastsq.structure(part, sizes[small]) == ""
     assert part.value("sent") == pytest.approx(1.8e-5, rel=0.02 + 6 * noise)
 
 
 def test_f05_without_repeats_too_and_not_on_a_clean_line():
     sizes = 2.0 ** np.arange(12, 27, 0.5)
-    found = fit.solve({"launch": np.ones(len(sizes)), "sent": sizes}, switch(sizes))
-    assert "residuals follow the size" in fit.structure(found, sizes)
+    found = leastsq.solve({"launch": np.ones(len(sizes)), "sent": sizes}, switch(sizes))
+    assert "residuals follow the size" in leastsq.structure(found, sizes)
     false = 0
     for seed in range(40):
-        clean = fit.solve({"launch": np.ones(len(sizes)), "sent": sizes}, line(sizes, 0.02, seed))
-        false += bool(fit.structure(clean, sizes))
+        clean = leastsq.solve({"launch": np.ones(len(sizes)), "sent": sizes}, line(sizes, 0.02, seed))
+        false += bool(leastsq.structure(clean, sizes))
     assert false <= 3
 
 
 def test_f05_beyond_the_fitted_range_is_marked():
-    frame = fit.table(synthetic.rows(contexts=(8192, 16_384, 32_768), batches=(1, 8)))
+    frame = frames.table(synthetic.rows(contexts=(8192, 16_384, 32_768), batches=(1, 8)))
     model = fit.two_term_fits(frame)[0]
     assert model.predict(model.point(16_384, 4)).extrapolated == ""
     assert "context_tokens=131072 outside 8192 to 32768" in model.predict(model.point(131_072, 4)).extrapolated
@@ -113,7 +113,7 @@ def test_f05_beyond_the_fitted_range_is_marked():
 
 
 def test_b05_ragged_and_uniform_rows_never_share_a_label():
-    frame = fit.table(synthetic.rows() + synthetic.rows(mix="one_long_rest_1k") + synthetic.rows(mix="log_uniform"))
+    frame = frames.table(synthetic.rows() + synthetic.rows(mix="one_long_rest_1k") + synthetic.rows(mix="log_uniform"))
     models = fit.two_term_fits(frame)
     assert sorted((m.arm, m.label["mix"]) for m in models) == sorted(
         (a, m) for a in ("tp", "cp") for m in ("uniform", "one_long_rest_1k", "log_uniform")
@@ -124,14 +124,14 @@ def test_b05_ragged_and_uniform_rows_never_share_a_label():
     with pytest.raises(ValueError, match="imbalance"):
         fit.fit_model(tp, vary=("mix",))
     with pytest.raises(ValueError, match="mix"):
-        fit.break_even_measured(fit.pairs(frame))
+        crossover.break_even_measured(crossover.pairs(frame))
 
 
 def test_b05_the_published_skewed_row():
-    frame = fit.published()
+    frame = frames.published()
     row = frame[(frame["mix"] == "one_long_rest_1k") & (frame["batch"] == 16)].set_index("arm")["median_us"]
     assert (row["sglang_tp"], row["sglang_cp"]) == (40.76, 27.82)
-    names = {c.pairs["mix"].iloc[0]: len(c.pairs) for c in fit.comparisons(frame, noise=0.05)}
+    names = {c.pairs["mix"].iloc[0]: len(c.pairs) for c in crossover.comparisons(frame, noise=0.05)}
     assert names == {"uniform": 15, "one_long_rest_1k": 2}
 
 
@@ -154,27 +154,27 @@ def test_b06_one_edited_row_is_rejected_from_the_fit(field, change):
         change["point"] = dataclasses.replace(rows[3].point, **change["point"])
     rows[3] = dataclasses.replace(rows[3], **change)
     with pytest.raises(ValueError, match=field):
-        fit.fit_model(fit.table(rows))
-    assert len(fit.groups(fit.table(rows))) == 2
+        fit.fit_model(frames.table(rows))
+    assert len(frames.groups(frames.table(rows))) == 2
 
 
 def test_b06_both_arms_the_same_code():
     rows = [dataclasses.replace(r, path="tp") for r in synthetic.rows(contexts=(8192,), batches=(1,))]
     with pytest.raises(ValueError, match="both arms ran path 'tp'"):
-        fit.pairs(fit.table(rows))
+        crossover.pairs(frames.table(rows))
 
 
 def test_timed_regions_with_different_boundaries_do_not_meet():
     rows = synthetic.rows(contexts=(8192,), batches=(1,))
     rows[1] = dataclasses.replace(rows[1], timed_region=[*rows[1].timed_region, "attention"])
     with pytest.raises(ValueError, match="different boundaries"):
-        fit.pairs(fit.table(rows))
+        crossover.pairs(frames.table(rows))
 
 
 def test_rows_that_read_no_key_stay_out_of_slopes():
     rows = synthetic.rows(contexts=(1024, 2048, 8192, 32_768))
     odd = [dataclasses.replace(r, samples_us=[500.0] * 7) if r.bytes_read == 0 else r for r in rows]
-    a, b = (fit.two_term_fits(fit.table(r))[0] for r in (rows, odd))
+    a, b = (fit.two_term_fits(frames.table(r))[0] for r in (rows, odd))
     assert np.array_equal(a.fit.values, b.fit.values) and a.unread == 8 and len(a.fit.residuals) == 8
 
 
@@ -182,23 +182,23 @@ def test_failed_rows_and_floors_are_no_arms():
     rows = synthetic.rows(contexts=(8192, 32_768))
     failed = dataclasses.replace(rows[0], status="failed", samples_us=[], check={}, error="no")
     floor = synthetic.row(Point(8192, 1, arm="page_read", world=2), 4.0, RNG(0))
-    frame = fit.table([*rows, failed, floor])
+    frame = frames.table([*rows, failed, floor])
     assert sorted(m.arm for m in fit.two_term_fits(frame)) == ["cp", "tp"]
-    assert len(fit.pairs(frame)) == 8
+    assert len(crossover.pairs(frame)) == 8
 
 
 def test_a_warm_slope_is_never_called_memory():
-    warm = fit.two_term_fits(fit.table(synthetic.rows(cache_state="warm", footprint_over_llc=0.2)))[0]
-    cold = fit.two_term_fits(fit.table(synthetic.rows()))[0]
+    warm = fit.two_term_fits(frames.table(synthetic.rows(cache_state="warm", footprint_over_llc=0.2)))[0]
+    cold = fit.two_term_fits(frames.table(synthetic.rows()))[0]
     assert warm.bandwidth_name == "last-level cache" and cold.bandwidth_name == "memory"
     assert "memory" not in " ".join(fit.fit_table([warm])["note"])
 
 
 def test_a_pair_is_cold_only_where_both_arms_are():
     rows = synthetic.rows(contexts=(8192,), batches=(1,))
-    assert set(fit.pairs(fit.table(rows))["cache_state"]) == {"cold"}
+    assert set(crossover.pairs(frames.table(rows))["cache_state"]) == {"cold"}
     rows[1] = dataclasses.replace(rows[1], cache_state="warm")
-    assert set(fit.pairs(fit.table(rows))["cache_state"]) == {"warm"}
+    assert set(crossover.pairs(frames.table(rows))["cache_state"]) == {"warm"}
 
 
 # Pairs and verdicts.
@@ -224,7 +224,7 @@ def test_pairs_meet_their_own_baseline_and_form():
             dataclasses.replace(base, arm="vllm_cp", form=None, exchange="collective", queries="gathered"), 9.5, RNG(5)
         ),
     ]
-    found = fit.pairs(fit.table(made)).set_index("form")
+    found = crossover.pairs(frames.table(made)).set_index("form")
     assert set(found.index) == {"staged", "one_launch", "two_launch"}  # vllm_cp has no vllm_tp here
     assert found.loc["staged", "tp_us"] == pytest.approx(20, rel=0.02)
     assert found.loc["one_launch", "tp_us"] == pytest.approx(10, rel=0.02)
@@ -244,17 +244,17 @@ def test_pairs_meet_their_own_baseline_and_form():
     ],
 )
 def test_verdicts(low, high, word):
-    assert fit.verdict(low, high) == word
+    assert crossover.verdict(low, high) == word
 
 
 def test_ratio_intervals_cover():
     inside = 0
-    for seed in range(100):
+    for seed in range(60):
         rows = synthetic.rows(contexts=(32_768,), batches=(8,), seed=seed, jitter=0.03)
-        pair = fit.pairs(fit.table(rows), seed=seed).iloc[0]
+        pair = crossover.pairs(frames.table(rows), seed=seed).iloc[0]
         true = synthetic.truth_us(rows[0].point, synthetic.TP) / synthetic.truth_us(rows[1].point, synthetic.CP)
         inside += pair["ratio_low"] <= true <= pair["ratio_high"]
-    assert 85 <= inside <= 100
+    assert 51 <= inside <= 60
 
 
 def test_processes_widen_the_interval():
@@ -264,7 +264,7 @@ def test_processes_widen_the_interval():
         for r in rows
         for i, f in enumerate((0.95, 1.0, 1.06))
     ]
-    one, three = (fit.pairs(fit.table(r)).iloc[0] for r in (rows, more))
+    one, three = (crossover.pairs(frames.table(r)).iloc[0] for r in (rows, more))
     assert three["processes"] == 3
     assert three["ratio_high"] - three["ratio_low"] > 5 * (one["ratio_high"] - one["ratio_low"])
 
@@ -281,11 +281,11 @@ def paired(deltas, contexts=(8192, 32_768, 131_072), batch=8, spread=0.001):
             rows.append(
                 dataclasses.replace(row, samples_us=[us * (1 + spread * v) for v in (-2, -1, -0.5, 0, 0.5, 1, 2)])
             )
-    return fit.pairs(fit.table(rows))
+    return crossover.pairs(frames.table(rows))
 
 
 def test_crosses_where_the_line_does():
-    answer = fit.break_even_measured(paired([3, 1, -3]))[0]
+    answer = crossover.break_even_measured(paired([3, 1, -3]))[0]
     assert answer.answer == "crosses" and answer.sure and answer.bracket == (32_768, 131_072)
     assert answer.value == pytest.approx(32_768 + (131_072 - 32_768) / 4, rel=0.01)
     assert answer.low < answer.value < answer.high
@@ -293,16 +293,16 @@ def test_crosses_where_the_line_does():
 
 
 def test_none_in_range_below_range_and_undecided():
-    assert fit.break_even_measured(paired([5, 4, 3]))[0].answer == "none in range"
-    assert fit.break_even_measured(paired([-5, -4, -3]))[0].answer == "below range"
-    flat = fit.break_even_measured(paired([0.05, -0.05, 0.02], spread=0.1))[0]
+    assert crossover.break_even_measured(paired([5, 4, 3]))[0].answer == "none in range"
+    assert crossover.break_even_measured(paired([-5, -4, -3]))[0].answer == "below range"
+    flat = crossover.break_even_measured(paired([0.05, -0.05, 0.02], spread=0.1))[0]
     assert flat.answer == "undecided" and not flat.sure
-    one = fit.break_even_measured(paired([3], contexts=(8192,)))[0]
+    one = crossover.break_even_measured(paired([3], contexts=(8192,)))[0]
     assert one.answer == "none in range"
 
 
 def test_a_crossing_that_the_noise_moves_past_its_neighbours_is_uncertain():
-    answer = fit.break_even_measured(paired([3, 0.1, -3], spread=0.05))[0]
+    answer = crossover.break_even_measured(paired([3, 0.1, -3], spread=0.05))[0]
     assert answer.answer == "crosses" and not answer.sure
     assert "uncertain" in answer.text
 
@@ -315,7 +315,7 @@ def test_interpolation_knows_that_short_rows_read_nothing():
         batches=(1, 4, 64),
         jitter=0,
     )
-    answers = fit.break_even_measured(fit.pairs(fit.table(rows)))
+    answers = crossover.break_even_measured(crossover.pairs(frames.table(rows)))
     need = 2.0 / (0.2 * 0.5) / (128 * 128 * 2 / 1e6)  # blocks whose saved half pays for 2 us
     assert [a.answer for a in answers] == ["none in range", "crosses", "crosses"]
     assert answers[1].value == pytest.approx(need / 4 * 128, rel=0.03)
@@ -331,8 +331,8 @@ def test_the_model_answers_extrapolated_none_and_below():
             batches=(1, 2, 4),
             noise=0.002,
         )
-        tp, cp = fit.two_term_fits(fit.table(rows))
-        return fit.break_even_model(tp, cp, [1])[0]
+        tp, cp = fit.two_term_fits(frames.table(rows))
+        return crossover.break_even_model(tp, cp, [1])[0]
 
     beyond = answer(25.0)
     assert beyond.answer == "extrapolated" and beyond.value > 131_072 and "extrapolated to" in beyond.text
@@ -343,7 +343,7 @@ def test_the_model_answers_extrapolated_none_and_below():
 
 def test_break_even_by_batch_too():
     tp, cp = fit.two_term_fits(
-        fit.table(
+        frames.table(
             synthetic.rows(
                 tp={"launch": 5.0, "us_per_mb": 0.2},
                 cp={"launch": 15.0, "us_per_mb": 0.2},
@@ -352,40 +352,40 @@ def test_break_even_by_batch_too():
             )
         )
     )
-    found = fit.break_even_model(tp, cp, [32_768], axis="batch")[0]
+    found = crossover.break_even_model(tp, cp, [32_768], axis="batch")[0]
     assert found.value == pytest.approx(10 / 0.1 / (256 * 32_768 / 1e6), rel=0.05)
     with pytest.raises(ValueError, match="axis='rows'"):
-        fit.break_even_model(tp, cp, [1], axis="rows")
+        crossover.break_even_model(tp, cp, [1], axis="rows")
     other = dataclasses.replace(cp, label={**cp.label, "node": "another"})
     with pytest.raises(ValueError, match="node of the models differs"):
-        fit.break_even_model(tp, other, [1])
+        crossover.break_even_model(tp, other, [1])
 
 
 def test_published_break_even():
     """None at 8k up to batch 32; between 8 and 16 at 32k, uncertain at 5% noise; between 2 and 8 at 128k."""
-    uniform = fit.headline(fit.comparisons(fit.published(), noise=0.05))
-    found = {a.at: a for a in fit.break_even_measured(uniform.pairs, axis="batch")}
+    uniform = crossover.headline(crossover.comparisons(frames.published(), noise=0.05))
+    found = {a.at: a for a in crossover.break_even_measured(uniform.pairs, axis="batch")}
     assert found[8192].answer == "none in range"
     assert found[32_768].bracket == (8, 16) and found[32_768].answer == "crosses" and not found[32_768].sure
     assert found[131_072].bracket == (2, 8) and found[131_072].sure
-    calm = fit.headline(fit.comparisons(fit.published(), noise=0.002))
-    assert {a.at: a for a in fit.break_even_measured(calm.pairs, axis="batch")}[32_768].sure
+    calm = crossover.headline(crossover.comparisons(frames.published(), noise=0.002))
+    assert {a.at: a for a in crossover.break_even_measured(calm.pairs, axis="batch")}[32_768].sure
 
 
 def test_find_run_prefers_local_then_recorded(tmp_path):
     from m3cp import records
 
     with pytest.raises(FileNotFoundError, match="m3cp sweep"):
-        fit.find_run("", tmp_path)
+        frames.find_run("", tmp_path)
     row = synthetic.rows(contexts=(8192,), batches=(1,))[0]
     records.append(tmp_path / "data" / "measured" / "h200x2", row)
-    assert fit.find_run("", tmp_path).name == "h200x2"
-    assert fit.load_run("", tmp_path).source == "recorded"
+    assert frames.find_run("", tmp_path).name == "h200x2"
+    assert frames.load_run("", tmp_path).source == "recorded"
     records.append(tmp_path / "data" / "runs" / "first", row)
-    assert fit.find_run("", tmp_path).name == "first"
-    here = fit.load_run("", tmp_path)
-    assert here.source == "measured here" and fit.load_compare("", here, tmp_path).name == "h200x2"
-    assert fit.load_compare("none", here, tmp_path) is None
-    assert fit.load_compare("", fit.load_run("h200x2", tmp_path), tmp_path) is None
+    assert frames.find_run("", tmp_path).name == "first"
+    here = frames.load_run("", tmp_path)
+    assert here.source == "measured here" and frames.load_compare("", here, tmp_path).name == "h200x2"
+    assert frames.load_compare("none", here, tmp_path) is None
+    assert frames.load_compare("", frames.load_run("h200x2", tmp_path), tmp_path) is None
     with pytest.raises(FileNotFoundError, match="nowhere.*h200x2, first"):
-        fit.find_run("nowhere", tmp_path)
+        frames.find_run("nowhere", tmp_path)

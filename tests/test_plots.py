@@ -9,17 +9,24 @@ import pytest
 import synthetic
 from matplotlib.text import Text
 
-from m3cp import fit, plots
+from m3cp import crossover, frames, plots
 
 
 @pytest.fixture(scope="module")
 def found():
-    return fit.headline(fit.comparisons(fit.table(synthetic.rows(noise=0.01), source="synthetic"), draws=100))
+    return crossover.headline(
+        crossover.comparisons(frames.table(synthetic.rows(noise=0.01), source="synthetic"), draws=100)
+    )
 
 
 @pytest.fixture(scope="module")
 def published():
-    return fit.headline(fit.comparisons(fit.published(), noise=0.05, draws=100))
+    return crossover.headline(crossover.comparisons(frames.published(), noise=0.05, draws=100))
+
+
+@pytest.fixture(scope="module")
+def little():
+    return frames.table(synthetic.rows(contexts=(8192, 32_768), batches=(1,)))
 
 
 def texts(figure):
@@ -61,14 +68,23 @@ def drawn(found, published):
     yield plots.curves(published.frame, published.models)
 
 
-def test_words_fit_on_every_figure(found, published, tmp_path):
+def test_words_fit_and_the_same_figure_gives_the_same_bytes(found, published, tmp_path):
+    again = [plots.maps([plots.panel(found, "measured here: synthetic 2x H200")], "Where CP beats TP")]
     for number, figure in enumerate(drawn(found, published)):
-        plots.save(figure, f"figure{number}", run="synthetic", commit="0" * 12, folder=tmp_path)
+        saved = plots.save(figure, f"figure{number}", run="synthetic", commit="0" * 12, folder=tmp_path)
         assert_words_fit(figure)
+        text = saved[0].read_text()
+        ElementTree.fromstring(text)
+        assert "<dc:date>" not in text
+        if number < len(again):
+            twice = plots.save(
+                again[number], f"figure{number}", run="synthetic", commit="0" * 12, folder=tmp_path / "again"
+            )
+            assert [p.read_bytes() for p in saved] == [p.read_bytes() for p in twice]
 
 
-def test_a_figure_names_its_run_and_commit(found, tmp_path):
-    figure = plots.curves(found.frame)
+def test_a_figure_names_its_run_and_commit(little, tmp_path):
+    figure = plots.curves(little)
     paths = plots.save(figure, "curves", run="20260101-first", commit="abc123", folder=tmp_path / "deep" / "er")
     assert [p.name for p in paths] == ["curves.svg", "curves.png"]
     assert "20260101-first" in words(figure) and "commit abc123" in words(figure)
@@ -76,30 +92,19 @@ def test_a_figure_names_its_run_and_commit(found, tmp_path):
     assert "20260101-first" not in words(figure) and "another" in words(figure)
 
 
-def test_the_same_figure_gives_the_same_bytes(found, published, tmp_path):
-    first, second = list(drawn(found, published)), list(drawn(found, published))
-    for number, (a, b) in enumerate(zip(first, second, strict=True)):
-        one = plots.save(a, f"f{number}", run="r", commit="c", folder=tmp_path / "a")
-        two = plots.save(b, f"f{number}", run="r", commit="c", folder=tmp_path / "b")
-        assert [p.read_bytes() for p in one] == [p.read_bytes() for p in two]
-        text = one[0].read_text()
-        ElementTree.fromstring(text)
-        assert "<dc:date>" not in text
-
-
-def test_callers_settings_neither_matter_nor_change(found, tmp_path):
-    plain = plots.save(plots.curves(found.frame), "plain", run="r", commit="c", folder=tmp_path)[0].read_bytes()
+def test_callers_settings_neither_matter_nor_change(little, tmp_path):
+    plain = plots.save(plots.curves(little), "plain", run="r", commit="c", folder=tmp_path)[0].read_bytes()
     with matplotlib.rc_context({"font.size": 30, "svg.fonttype": "none", "lines.linewidth": 9}):
         before = dict(matplotlib.rcParams)
-        again = plots.save(plots.curves(found.frame), "again", run="r", commit="c", folder=tmp_path)[0].read_bytes()
+        again = plots.save(plots.curves(little), "again", run="r", commit="c", folder=tmp_path)[0].read_bytes()
         assert dict(matplotlib.rcParams) == before
     assert plain == again
 
 
 @pytest.mark.parametrize(("name", "run"), [("a/b", "r"), ("", "r"), ("x.svg", "r"), ("x", "")])
-def test_save_refuses(found, tmp_path, name, run):
+def test_save_refuses(little, tmp_path, name, run):
     with pytest.raises(ValueError, match="name=|run="):
-        plots.save(plots.curves(found.frame), name, run=run, commit="c", folder=tmp_path)
+        plots.save(plots.curves(little), name, run=run, commit="c", folder=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -153,10 +158,10 @@ def test_different_experiments_never_share_a_plot(found):
     ):
         edited = [*rows[:-1], dataclasses.replace(rows[-1], **change)]
         with pytest.raises(ValueError, match="different experiments"):
-            plots.curves(fit.table(edited))
+            plots.curves(frames.table(edited))
     with pytest.raises(ValueError, match="mix"):
-        plots.curves(fit.table(rows + synthetic.rows(mix="log_uniform")))
-    mixed = fit.pairs(fit.table(rows + synthetic.rows(world=4)))
+        plots.curves(frames.table(rows + synthetic.rows(mix="log_uniform")))
+    mixed = crossover.pairs(frames.table(rows + synthetic.rows(world=4)))
     with pytest.raises(ValueError, match="world: 2, 4"):
         plots.maps([plots.Panel("both", mixed)])
     with pytest.raises(ValueError, match="at least one pair"):
@@ -166,7 +171,7 @@ def test_different_experiments_never_share_a_plot(found):
 def test_warm_points_are_hollow_beside_cold_ones():
     rows = synthetic.rows(contexts=(8192, 32_768), batches=(1,))
     rows[0] = dataclasses.replace(rows[0], cache_state="warm")
-    figure = plots.curves(fit.table(rows))
+    figure = plots.curves(frames.table(rows))
     assert "hollow: warm cache" in words(figure)
     faces = [line.get_markerfacecolor() for line in figure.axes[0].lines if line.get_marker() == "o"]
     assert faces.count("white") == 1
@@ -174,29 +179,28 @@ def test_warm_points_are_hollow_beside_cold_ones():
 
 def test_unsteady_pairs_are_starred(found):
     rows = [dataclasses.replace(r, unsteady=True) for r in synthetic.rows(contexts=(8192, 32_768), batches=(1, 8))]
-    said = words(plots.maps([plots.panel(fit.comparisons(fit.table(rows), draws=50)[0], "x")]))
+    said = words(plots.maps([plots.panel(crossover.comparisons(frames.table(rows), draws=50)[0], "x")]))
     assert "×*" in said and "drifted by over 3%" in said
 
 
-def test_one_cell_and_many_cells_draw(tmp_path):
-    small = fit.comparisons(fit.table(synthetic.rows(contexts=(32_768,), batches=(8,))), draws=50)[0]
-    wide = fit.comparisons(
-        fit.table(
+def test_one_cell_and_many_cells_draw():
+    small = crossover.comparisons(frames.table(synthetic.rows(contexts=(32_768,), batches=(8,))), draws=50)[0]
+    wide = crossover.comparisons(
+        frames.table(
             synthetic.rows(contexts=tuple(1024 * 2**i for i in range(11)), batches=(1, 2, 4, 8, 16, 32, 64, 128, 256))
         ),
         draws=50,
     )[0]
     for comparison in (small, wide):
         figure = plots.maps([plots.panel(comparison, "measured here")])
-        plots.save(figure, "map", run="r", commit="c", folder=tmp_path)
         assert_words_fit(figure)
 
 
-def test_figures_do_not_leak_into_pyplot(found):
+def test_figures_do_not_leak_into_pyplot(little):
     import matplotlib.pyplot
 
     before = matplotlib.pyplot.get_fignums()
-    plots.curves(found.frame)
+    plots.curves(little)
     assert matplotlib.pyplot.get_fignums() == before
 
 

@@ -1,0 +1,506 @@
+"""CP against TP: pairs with their intervals, the break-even line, measured and modelled, and the verdict in words."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from m3cp.fit import TWO_TERMS, CostModel, try_fit
+from m3cp.frames import groups, missing, require_same, split, timed
+from m3cp.shapes import require
+
+# What a CP row and its TP baseline share. Worlds are equal: each rank of TP reads the whole cache.
+PAIRED = (
+    "context_tokens", "batch", "mix", "shared_prefix_tokens", "rows_padded", "world", "dtype", "query_len", "shape",
+    "max_context", "cache", "launch", "node", "code_hash", "source",
+)  # fmt: skip
+
+VARIANT = ("arm", "form", "exchange", "queries", "threshold_blocks")
+
+BASELINE = {"cp": "tp", "vllm_cp": "vllm_tp", "sglang_cp": "sglang_tp"}
+
+# What the rows of one comparison share; contexts and batches vary in it.
+COMPARED = (
+    "mix",
+    "shared_prefix_tokens",
+    "rows_padded",
+    "world",
+    "dtype",
+    "query_len",
+    "shape",
+    "cache",
+    "launch",
+    "node",
+    "code_hash",
+    "source",
+)
+
+SPARSE_LAYERS = 57  # of MiniMax-M3's 60
+
+ANSWERS = ("crosses", "none in range", "below range", "undecided", "extrapolated")
+
+
+def median_draws(samples: Sequence[float], count: int, rng: np.random.Generator, noise: float = 0.0) -> np.ndarray:
+    """Bootstrap of the median of `samples`, `[count]`, with a relative `noise` on top (one standard deviation)."""
+    values = np.asarray(samples, dtype=float)
+    drawn = (
+        np.median(rng.choice(values, (count, len(values))), axis=1) if len(values) > 1 else np.full(count, values[0])
+    )
+    return drawn * (1.0 + noise * rng.standard_normal(count)) if noise else drawn
+
+
+def verdict(low: float, high: float, same: float = 0.02) -> str:
+    """A word for the interval of the ratio TP / CP: FASTER, SLOWER, SAME (within `same` of 1) or UNDECIDED."""
+    if low > 1.0:
+        return "FASTER" if high > 1.0 + same else "SAME"
+    if high < 1.0:
+        return "SLOWER" if low < 1.0 - same else "SAME"
+    return "SAME" if low > 1.0 - same and high < 1.0 + same else "UNDECIDED"
+
+
+def pairs(frame, noise: float = 0.0, draws: int = 400, seed: int = 0):
+    """Each CP row beside its TP baseline: times, the ratio TP / CP and the difference CP - TP with 95% intervals.
+
+    A CP arm meets the baseline of its own engine, in its own form where that was measured. Repeats in fresh
+    processes are pooled, each counting once.
+
+    Args:
+        frame: of `table`.
+        noise: relative standard deviation to assume on top of the samples' own spread, such as 0.05 for figures
+            published without samples.
+        draws: of the bootstrap.
+        seed: of the bootstrap.
+
+    Returns:
+        A frame with the fields of `PAIRED` and `VARIANT`, tp_us, cp_us, their sample ranges, ratio, ratio_low,
+        ratio_high, delta_us, delta_low, delta_high, verdict, cache_state ("cold" only where both are), read (whether
+        keys are read), unsteady, processes, and the draws of delta_us.
+
+    Raises:
+        ValueError: timed regions with different boundaries, or a pair whose rows ran the same path.
+    """
+    import pandas
+
+    rng = np.random.default_rng(seed)
+    rows = timed(frame)
+    baseline = {arm: groups(rows[rows["arm"] == arm], (*PAIRED, "form")) for arm in set(BASELINE.values())}
+    lines = []
+    for values, cp in groups(rows[rows["arm"].isin(list(BASELINE))], (*PAIRED, *VARIANT)).items():
+        key, variant = values[: len(PAIRED)], dict(zip(VARIANT, values[len(PAIRED) :], strict=True))
+        known = baseline[BASELINE[variant["arm"]]]
+        forms = {k[-1]: v for k, v in known.items() if k[:-1] == key}
+        if not forms:
+            continue
+        tp = (
+            forms[variant["form"]]
+            if variant["form"] in forms
+            else min(forms.values(), key=lambda v: v["median_us"].min())
+        )
+        context = f"{variant['arm']} against {BASELINE[variant['arm']]} at {key[0]} tokens x {key[1]}"
+        bounds = {b for part in (tp, cp) for b in part["boundary"]}
+        if len(bounds) > 1:
+            raise ValueError(
+                f"{context}: timed regions have different boundaries ({', '.join(repr(b) for b in sorted(bounds))})"
+            )
+        same = set(tp["path"]) & set(cp["path"])
+        if same:
+            raise ValueError(f"{context}: both arms ran path {', '.join(map(repr, sorted(same)))}; nothing is compared")
+        t, tn = _pool(tp, draws, rng, noise)
+        c, cn = _pool(cp, draws, rng, noise)
+        tp_us, cp_us = float(tp["median_us"].median()), float(cp["median_us"].median())
+        ratio, delta = t / c, c - t
+        low, high = np.percentile(ratio, [2.5, 97.5])
+        d_low, d_high = np.percentile(delta, [2.5, 97.5])
+        cold = set(tp["cache_state"]) == {"cold"} and set(cp["cache_state"]) == {"cold"}
+        lines.append(
+            {
+                **dict(zip(PAIRED, key, strict=True)), **variant, "tp_us": tp_us, "cp_us": cp_us, "tp_low": tn[0], "tp_high": tn[1],
+                "cp_low": cn[0], "cp_high": cn[1], "ratio": tp_us / cp_us, "ratio_low": float(low), "ratio_high": float(high),
+                "delta_us": cp_us - tp_us, "delta_low": float(d_low), "delta_high": float(d_high), "verdict": verdict(low, high),
+                "cache_state": "cold" if cold else "warm", "read": bool((tp["bytes_read"] > 0).all()),
+                "unsteady": bool(tp["unsteady"].any() or cp["unsteady"].any()), "processes": min(len(tp), len(cp)), "draws": delta,
+            }
+        )  # fmt: skip
+    columns = [*PAIRED, *VARIANT, "tp_us", "cp_us", "tp_low", "tp_high", "cp_low", "cp_high", "ratio", "ratio_low", "ratio_high",
+               "delta_us", "delta_low", "delta_high", "verdict", "cache_state", "read", "unsteady", "processes", "draws"]  # fmt: skip
+    return pandas.DataFrame.from_records(lines, columns=columns)
+
+
+def _pool(rows, draws: int, rng: np.random.Generator, noise: float) -> tuple[np.ndarray, tuple[float, float]]:
+    """Draws of the pooled median over a point's processes, and the range of all samples."""
+    each = np.stack([median_draws(samples, draws, rng, noise) for samples in rows["samples_us"]])
+    if len(each) > 1:  # a process is the unit: draw processes, not only rounds
+        pick = rng.integers(0, len(each), (len(each), draws))
+        each = np.take_along_axis(each, pick, axis=0)
+    flat = [v for samples in rows["samples_us"] for v in samples]
+    return np.median(each, axis=0), (min(flat), max(flat))
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Where CP begins to win along one axis, and how sure that is.
+
+    Args:
+        axis: "context_tokens" or "batch", along which CP begins to win.
+        at: value of the other axis.
+        answer: one of `ANSWERS`. "none in range": TP wins everywhere; "below range": CP wins everywhere;
+            "undecided": the band reaches both ends, or the data allow both; "extrapolated": beyond what was measured.
+        value: the break-even; None where there is none.
+        low, high: its 95% band; 0 and infinity where it is open.
+        bracket: measured neighbours that enclose it, None for a model's.
+        sure: the band lies within the bracket (measured) or is closed (model).
+        source: "measured", "published" or "model".
+    """
+
+    axis: str
+    at: float
+    answer: str
+    value: float | None = None
+    low: float = 0.0
+    high: float = math.inf
+    bracket: tuple[float, float] | None = None
+    sure: bool = True
+    source: str = "measured"
+
+    @property
+    def text(self) -> str:
+        """The answer as a sentence."""
+        show = tokens_about if self.axis == "context_tokens" else (lambda v: f"{v:.3g}")
+        what, other = (
+            ("context", f"batch {self.at:.0f}")
+            if self.axis == "context_tokens"
+            else ("batch", f"{tokens_about(self.at)} tokens")
+        )
+        if self.answer == "none in range":
+            return f"at {other}: none in range, TP is faster throughout ({self.source})"
+        if self.answer == "below range":
+            return f"at {other}: below range, CP is faster throughout ({self.source})"
+        if self.answer == "undecided" and self.value is None:
+            return f"at {other}: undecided ({self.source})"
+        low = f"{show(self.low)}" if self.low > 0 else "below the range"
+        high = f"{show(self.high)}" if math.isfinite(self.high) else "beyond the range"
+        extra = "" if self.sure or self.answer != "crosses" else ", uncertain"
+        between = f", between {show(self.bracket[0])} and {show(self.bracket[1])}" if self.bracket else ""
+        word = {"undecided": "undecided, about", "extrapolated": "extrapolated to"}.get(self.answer, "about")
+        return f"at {other}: {word} {what} {show(self.value)} (95% {low} to {high}{between}{extra}; {self.source})"
+
+
+def tokens_about(tokens: float) -> str:
+    """A token count in three digits: 9300 is "9.1k", 1.5e6 "1.4M"."""
+    if not math.isfinite(tokens):
+        return "infinity"
+    for unit, size in (("M", 1 << 20), ("k", 1 << 10)):
+        if tokens >= size:
+            return f"{tokens / size:.3g}{unit}"
+    return f"{tokens:.3g}"
+
+
+def crossings(x: np.ndarray, delta: np.ndarray, unread: float = 0.0) -> np.ndarray:
+    """Where each curve of CP - TP falls below 0 for good: `delta` is `[curves, x]`; 0 if always, infinity if never.
+
+    Between two points the difference is taken to be linear in x, as bytes are; up to `unread` no byte is read, so
+    that the difference stays what it is and then jumps.
+    """
+    delta, low = np.atleast_2d(delta), np.where(x > unread, x, 0.0)
+    slower = delta >= 0
+    last = np.where(slower.any(axis=1), delta.shape[1] - 1 - np.argmax(slower[:, ::-1], axis=1), -1)
+    inside = (last >= 0) & (last < len(x) - 1)
+    i = np.clip(last, 0, len(x) - 2)
+    row = np.arange(len(delta))
+    a, b = delta[row, i], delta[row, i + 1]
+    step = np.divide(a, a - b, out=np.zeros_like(a), where=inside & (a > b))
+    value = np.maximum(
+        low[i] + step * (low[i + 1] - low[i]), np.maximum(x[i], np.where(x[i + 1] > unread, unread, 0.0))
+    )
+    return np.where(inside, value, np.where(last < 0, 0.0, np.inf))
+
+
+def _answer(value: float, drawn: np.ndarray) -> tuple[str, float, float]:
+    low, high = np.percentile(drawn, [2.5, 97.5], method="nearest")
+    if math.isinf(value):
+        return ("none in range" if math.isinf(low) else "undecided"), float(low), float(high)
+    if value == 0:
+        return ("below range" if high == 0 else "undecided"), float(low), float(high)
+    return ("undecided" if low == 0 and math.isinf(high) else "crosses"), float(low), float(high)
+
+
+def break_even_measured(paired, axis: str = "context_tokens") -> list[BreakEven]:
+    """Break-even by interpolation between measured neighbours, one answer for each value of the other axis.
+
+    Args:
+        paired: rows of `pairs` of one variant and mix.
+        axis: along which CP begins to win: "context_tokens" or "batch".
+
+    Raises:
+        ValueError: another axis, or several variants at once.
+    """
+    require("axis", axis, axis in ("context_tokens", "batch"), "'context_tokens' or 'batch'")
+    require_same(
+        paired,
+        [n for n in (*PAIRED, *VARIANT) if n not in ("context_tokens", "batch", "max_context", "shared_prefix_tokens")],
+        "break_even_measured",
+    )
+    other = "batch" if axis == "context_tokens" else "context_tokens"
+    shape, source = paired["shape"].iloc[0], "published" if set(paired["source"]) == {"published"} else "measured"
+    unread = shape.topk * shape.block_size if axis == "context_tokens" else 0
+    found = []
+    for at, rows in paired.groupby(other):
+        rows = rows.sort_values(axis)
+        x = rows[axis].to_numpy(dtype=float)
+        delta, draws = rows["delta_us"].to_numpy(dtype=float), np.stack(list(rows["draws"]), axis=1)
+        if len(x) < 2:
+            answer = (
+                "undecided"
+                if rows["delta_low"].iloc[0] <= 0 <= rows["delta_high"].iloc[0]
+                else ("none in range" if delta[0] > 0 else "below range")
+            )
+            found.append(BreakEven(axis, float(at), answer, sure=answer != "undecided", source=source))
+            continue
+        value = float(crossings(x, delta, unread)[0])
+        answer, low, high = _answer(value, crossings(x, draws, unread))
+        if not 0 < value < math.inf:
+            found.append(BreakEven(axis, float(at), answer, None, low, high, sure=answer != "undecided", source=source))
+            continue
+        right = int(np.searchsorted(x, value))
+        bracket = (float(x[max(0, right - 1)]), float(x[min(right, len(x) - 1)]))
+        sure = answer == "crosses" and bracket[0] <= low and high <= bracket[1]
+        found.append(BreakEven(axis, float(at), answer, value, low, high, bracket, sure, source))
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def context_grid(low: int, high: int, step: int, count: int = 161) -> tuple[int, ...]:
+    """Contexts spread evenly in their logarithm from `low` to `high`, whole multiples of `step` tokens."""
+    raw = np.geomspace(low, high, count)
+    return tuple(int(v) for v in np.unique(np.maximum(1, np.round(raw / step)) * step) if v <= high)
+
+
+def difference(
+    tp: CostModel, cp: CostModel, points: Sequence[tuple[int, int]], draws: int = 400, seed: int = 0, **changes: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """CP - TP in microseconds at (context, batch) pairs: the best estimate `[points]` and draws `[draws, points]`.
+
+    A point where no row reads a key costs what it costs without bytes.
+    """
+    a = np.stack([tp.row(tp.point(c, b, **changes)) for c, b in points])
+    z = np.stack([cp.row(cp.point(c, b, **changes)) for c, b in points])
+    best = z @ cp.fit.usable - a @ tp.fit.usable
+    drawn = cp.fit.draws(draws, seed + 1) @ z.T - tp.fit.draws(draws, seed) @ a.T
+    return best, drawn
+
+
+def break_even_model(
+    tp: CostModel,
+    cp: CostModel,
+    batches: Sequence[int],
+    axis: str = "context_tokens",
+    low: int = 1024,
+    high: int = 2**20,
+    draws: int = 400,
+    seed: int = 0,
+    **changes: Any,
+) -> list[BreakEven]:
+    """Break-even from two cost models with a bootstrap band, one answer for each value of the other axis.
+
+    Args:
+        tp, cp: models of the same rows' labels, arms apart.
+        batches: values of the other axis (batches for axis "context_tokens", contexts for "batch").
+        axis: along which CP begins to win.
+        low, high: tokens searched; for axis "batch" the batches searched are 1 to 256.
+        draws, seed: of the bootstrap.
+        changes: other fields of the Points, such as mix or world.
+
+    Raises:
+        ValueError: another axis, or models that describe different experiments.
+    """
+    require("axis", axis, axis in ("context_tokens", "batch"), "'context_tokens' or 'batch'")
+    for name in ("node", "code_hash", "dtype", "query_len", "shape", "cache_state"):
+        a, z = tp.label.get(name), cp.label.get(name)
+        if a != z:
+            raise ValueError(f"break_even_model: {name} of the models differs, {a!r} against {z!r}")
+    step = cp.template.shape.block_size * max(1, cp.template.world)
+    first = (
+        cp.template.shape.topk + cp.template.shape.init_blocks + cp.template.shape.local_blocks
+    ) * cp.template.shape.block_size
+    found = []
+    for at in batches:
+        if axis == "context_tokens":
+            x = np.array(context_grid(max(low, first), high, step), dtype=float)
+            where = [(int(c), int(at)) for c in x]
+        else:
+            x = np.unique(np.round(np.geomspace(1, 256, 65)))
+            where = [(int(at), int(b)) for b in x]
+        best, drawn = difference(tp, cp, where, draws, seed, **changes)
+        value = float(crossings(x, best)[0])
+        answer, lower, upper = _answer(value, crossings(x, drawn))
+        bounds = [model.range[axis] for model in (tp, cp)]
+        inner = (max(b[0] for b in bounds), min(b[1] for b in bounds))
+        if 0 < value < math.inf:
+            beyond = not inner[0] <= value <= inner[1]
+            answer = "extrapolated" if beyond and answer == "crosses" else answer
+            found.append(
+                BreakEven(
+                    axis,
+                    float(at),
+                    answer,
+                    value,
+                    lower,
+                    upper,
+                    None,
+                    answer == "crosses" and lower > 0 and math.isfinite(upper),
+                    "model",
+                )
+            )
+        else:
+            found.append(BreakEven(axis, float(at), answer, None, lower, upper, None, answer != "undecided", "model"))
+    return found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One CP variant against its baseline over the contexts and batches that were measured.
+
+    Args:
+        name: short and unique among its siblings, usable as a file name.
+        frame: the rows of both arms.
+        pairs: of `pairs`.
+        tp, cp: fits, None where there are too few sizes.
+        measured, model: break-even over context, one answer a batch.
+    """
+
+    name: str
+    frame: Any
+    pairs: Any
+    tp: CostModel | None
+    cp: CostModel | None
+    measured: tuple[BreakEven, ...]
+    model: tuple[BreakEven, ...]
+
+    @property
+    def models(self) -> list[CostModel]:
+        """The fits there are."""
+        return [m for m in (self.tp, self.cp) if m is not None]
+
+    @property
+    def source(self) -> str:
+        """Where the rows come from, in words."""
+        return str(self.pairs["source"].iloc[0])
+
+
+def comparisons(frame, terms: Sequence[str] = TWO_TERMS, noise: float = 0.0, draws: int = 400) -> list[Comparison]:
+    """Every CP variant of a frame against its baseline, most pairs first.
+
+    Args:
+        frame: of `table`.
+        terms: of the fits; the band of the modelled break-even comes from them.
+        noise: relative standard deviation to assume on top of the samples' spread.
+        draws: of the bootstraps.
+    """
+    rows, found = timed(frame), []
+    paired = pairs(frame, noise=noise, draws=draws)
+    for values, part in split(paired, (*COMPARED, *VARIANT)).items():
+        shared = dict(zip((*COMPARED, *VARIANT), values, strict=True))
+        same = np.ones(len(rows), bool)
+        for name in COMPARED:
+            same &= np.array([(None if missing(v) else v) == shared[name] for v in rows[name]])
+        variant = same & np.all([[(None if missing(v) else v) == shared[n] for v in rows[n]] for n in VARIANT], axis=0)
+        base = same & (rows["arm"] == BASELINE[shared["arm"]]).to_numpy()
+        forms = [None if missing(v) else v for v in rows["form"]]
+        if shared["form"] in {f for f, b in zip(forms, base, strict=True) if b}:
+            base &= np.array([f == shared["form"] for f in forms])
+        fits = [try_fit(rows[mask], terms) for mask in (base, variant)]
+        batches = sorted(set(part["batch"]))
+        model = ()
+        if all(fits) and fits[0].cache_state == fits[1].cache_state:
+            model = tuple(break_even_model(*fits, batches, draws=draws))
+        name = "_".join(
+            str(v).replace(" ", "-") for v in (
+                shared["arm"], shared["form"], shared["exchange"], shared["queries"], f"p{shared['world']}", shared["dtype"],
+                None if shared["mix"] == "uniform" else shared["mix"], f"q{shared['query_len']}" if shared["query_len"] > 1 else None, shared["cache"],
+                f"padded{shared['rows_padded']}" if shared["rows_padded"] else None, f"prefix{shared['shared_prefix_tokens']}" if shared["shared_prefix_tokens"] else None,
+            ) if v is not None
+        )  # fmt: skip
+        found.append(Comparison(name, rows[base | variant], part, *fits, tuple(break_even_measured(part)), model))
+    order = {"cp": 0, "vllm_cp": 1, "sglang_cp": 2}
+    return sorted(
+        found,
+        key=lambda c: (
+            -len(c.pairs),
+            order[c.pairs["arm"].iloc[0]],
+            c.pairs["queries"].iloc[0] != "gathered",
+            float(np.log(c.pairs["cp_us"]).mean()),
+        ),
+    )
+
+
+def headline(found: Sequence[Comparison]) -> Comparison | None:
+    """The comparison that a single map shows: the first, uniform, with most pairs; None when there is none."""
+    return next((c for c in found if c.pairs["mix"].iloc[0] == "uniform"), found[0] if found else None)
+
+
+def grids(found: Sequence[Comparison]) -> list[Comparison]:
+    """Comparisons with at least two contexts at some batch: those that have a curve and a break-even."""
+    return [c for c in found if int(c.pairs.groupby("batch")["context_tokens"].nunique().max()) > 1]
+
+
+def curve_sets(frame, terms: Sequence[str] = TWO_TERMS) -> list[tuple[str, Any, list[CostModel]]]:
+    """Rows that may share a plot of curves, each set with its name and fits; sets with one context are left out."""
+    sets = []
+    for values, rows in groups(frame, (*COMPARED, "boundary")).items():
+        shared = dict(zip((*COMPARED, "boundary"), values, strict=True))
+        arms = rows[rows["arm"] != "page_read"]
+        if arms.empty or int(arms.groupby("batch")["context_tokens"].nunique().max()) < 2:
+            continue
+        words = [
+            f"p{shared['world']}",
+            shared["dtype"],
+            shared["mix"],
+            f"q{shared['query_len']}",
+            shared["cache"],
+            shared["launch"],
+        ]
+        words += [
+            f"{name.split('_')[0]}{shared[name]}" for name in ("rows_padded", "shared_prefix_tokens") if shared[name]
+        ]
+        fits = [try_fit(part, terms) for part in groups(arms, VARIANT).values()]
+        sets.append(("_".join([*words, *shared["boundary"].split()]), rows, [m for m in fits if m]))
+    return sets
+
+
+def pair_table(found: Sequence[Comparison]):
+    """All pairs as one table for reading: what, where, both times, the ratio with its interval, and the verdict."""
+    import pandas
+
+    columns = ["arm", "form", "exchange", "queries", "world", "dtype", "query_len", "mix", "context_tokens", "batch", "cache_state",
+               "tp_us", "cp_us", "ratio", "ratio_low", "ratio_high", "verdict", "unsteady"]  # fmt: skip
+    return (
+        pandas.concat([c.pairs[columns] for c in found], ignore_index=True)
+        if found
+        else pandas.DataFrame(columns=columns)
+    )
+
+
+def sentence(pair: Any, layers: int = SPARSE_LAYERS) -> str:
+    """The verdict on one pair in words: who wins, by what factor with its interval, and what that is a step.
+
+    Args:
+        pair: a line of `pairs`.
+        layers: sparse layers a step.
+    """
+    word = {
+        "FASTER": "CP is faster",
+        "SLOWER": "TP is faster",
+        "SAME": "no difference that matters",
+        "UNDECIDED": "undecided",
+    }[pair["verdict"]]
+    gain = -pair["delta_us"] * layers / 1000
+    where = f"{tokens_about(pair['context_tokens'])} tokens, batch {pair['batch']}, P = {pair['world']}"
+    return (
+        f"{where}: {word}. TP takes {pair['tp_us']:.4g} µs and CP {pair['cp_us']:.4g} µs a layer, TP / CP = {pair['ratio']:.2f} "
+        f"(95% {pair['ratio_low']:.2f} to {pair['ratio_high']:.2f}); over {layers} sparse layers CP changes a step by {-gain:+.3g} ms."
+    )

@@ -1,0 +1,233 @@
+"""Rows as frames: where they come from, what they may be mixed with, and how noisy they are.
+
+The handshake of the analysis side: `table` makes the frame that fits, comparisons and plots take. Pandas is imported
+where it is used.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from m3cp import records, traffic
+from m3cp.shapes import IndexerShape, Point
+
+ROOT = records.PACKAGE.parent
+
+MIB = 2**20
+
+# What the timed region may hold without being another experiment; anything else ("attention", a projection, a
+# surrounding layer) moves the boundary, and rows with different boundaries never meet in a fit or a plot.
+OUTSIDE = ("attention", "projection", "layer", "weights")
+
+# Rows that differ in any of these are different experiments: they never meet in one fit.
+LABEL = (
+    "arm", "form", "exchange", "queries", "threshold_blocks", "world", "dtype", "query_len", "shape", "mix",
+    "cache_state", "launch", "node", "code_hash", "region",
+)  # fmt: skip
+
+
+def boundary(timed_region: Sequence[str]) -> str:
+    """What stands in a timed region beyond the indexer itself, as one word list; "" for the indexer alone."""
+    return " ".join(sorted(stage for stage in timed_region if any(word in stage for word in OUTSIDE)))
+
+
+def table(rows: Sequence[records.Row], source: str = "measured here"):
+    """The frame that everything here takes: `records.frame` plus point, code_hash, region, boundary, source.
+
+    Args:
+        rows: of any runs.
+        source: where they come from, in words, for legends: "measured here", "recorded", "synthetic", ...
+    """
+    data = records.frame(list(rows))
+    data["point"] = [row.point for row in rows]
+    data["code_hash"] = [row.provenance.get("code_hash", "unknown") for row in rows]
+    data["commit"] = [row.provenance.get("commit", "unknown") for row in rows]
+    data["region"] = [tuple(row.timed_region) for row in rows]
+    data["boundary"] = [boundary(row.timed_region) for row in rows]
+    data["source"] = source
+    return data
+
+
+def published(path: Path | str | None = None):
+    """The published indexer latencies on four MI355X as such a frame (`data/published/README.md` has the source).
+
+    Each figure is a single median without samples, warm; so `samples_us` holds one value.
+    """
+    path = Path(path) if path else ROOT / "data" / "published" / "indexer_latency_mi355x_tp4.csv"
+    shape = IndexerShape(init_blocks=1, local_blocks=2)
+    rows = []
+    for line in csv.DictReader(path.read_text().splitlines()):
+        for arm in ("sglang_tp", "sglang_cp"):
+            ways = {"exchange": "collective", "queries": "gathered"} if arm == "sglang_cp" else {}
+            point = Point(
+                int(line["context_tokens"]), int(line["batch"]), mix=line["mix"], world=4, dtype="fp8_e4m3fn", shape=shape,
+                arm=arm, cache="warm", **ways,
+            )  # fmt: skip
+            touched = traffic.distinct_bytes_read(point)
+            rows.append(
+                records.Row(
+                    point=point,
+                    status="ok",
+                    path=arm[-2:],
+                    node="4x MI355X",
+                    ranks=4,
+                    timed_region=["gather_queries", "score", "candidates", "gather_keys", "merge"]
+                    if arm == "sglang_cp"
+                    else ["score", "select"],
+                    samples_us=[float(line["tp_us" if arm == "sglang_tp" else "cp_us"])],
+                    calls_per_replay=8,
+                    replays_per_round=100,
+                    caches=1,
+                    footprint_over_llc=touched / (256 * MIB),
+                    bytes_read=traffic.bytes_read(point),
+                    distinct_bytes_read=touched,
+                    bytes_exchanged=traffic.bytes_exchanged(point),
+                    check={"passed": True, "against": "the native path's ids, by its authors"},
+                    provenance={"code_hash": "published 2026-09-28", "commit": "published"},
+                )  # fmt: skip
+            )
+    return table(rows, source="published")
+
+
+def find_run(run: str = "", root: Path | None = None) -> Path:
+    """The folder that a run's name means.
+
+    Args:
+        run: a folder, a name under `data/runs` or `data/measured`, or "" for the latest local run, else the first
+            recorded node.
+        root: of the repository.
+
+    Raises:
+        FileNotFoundError: naming what was asked for and what is there.
+    """
+    root = root or ROOT
+    kept = {
+        p.parent.name: p.parent
+        for base in ("measured", "runs")
+        for p in sorted((root / "data" / base).glob(f"*/{records.ROWS_FILE}"))
+    }
+    if run:
+        for folder in (Path(run), root / run, kept.get(run)):
+            if folder and (folder / records.ROWS_FILE).exists():
+                return folder
+        raise FileNotFoundError(
+            f"run={run!r}: no {records.ROWS_FILE} there; known runs: {', '.join(kept) or 'none yet'}"
+        )
+    local = sorted((root / "data" / "runs").glob(f"*/{records.ROWS_FILE}"), key=lambda p: p.stat().st_mtime_ns)
+    recorded = sorted((root / "data" / "measured").glob(f"*/{records.ROWS_FILE}"))
+    if not local and not recorded:
+        raise FileNotFoundError("run='': no run yet under data/runs or data/measured; `m3cp sweep` makes one")
+    return (local[-1] if local else recorded[0]).parent
+
+
+def require_same(frame, fields: Sequence[str], what: str) -> None:
+    """Raise when rows that are about to share a plot or a fit are different experiments.
+
+    Raises:
+        ValueError: naming the fields that differ and their values.
+    """
+    differ = {name: sorted({str(v) for v in frame[name]}) for name in fields}
+    differ = {name: values for name, values in differ.items() if len(values) > 1}
+    if differ:
+        words = "; ".join(f"{name}: {', '.join(values)}" for name, values in differ.items())
+        raise ValueError(f"{what}: rows of different experiments must not be mixed ({words})")
+
+
+def timed(frame):
+    """The rows that have a time: status "ok"."""
+    return frame[frame["status"] == "ok"]
+
+
+def groups(frame, fields: Sequence[str] = LABEL) -> dict[tuple, Any]:
+    """Rows that may share a fit: {values of `fields`: frame}, timed rows only, in order of first appearance."""
+    return split(timed(frame), fields)
+
+
+def split(frame, fields: Sequence[str]) -> dict[tuple, Any]:
+    found: dict[tuple, list[int]] = {}
+    for position, values in enumerate(zip(*(frame[name] for name in fields), strict=True)):
+        found.setdefault(tuple(None if missing(v) else v for v in values), []).append(position)
+    return {values: frame.iloc[positions] for values, positions in found.items()}
+
+
+def missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A run read from disk: its name, where it comes from, the commits of its rows, and the frame."""
+
+    name: str
+    source: str
+    commit: str
+    frame: Any
+
+    @property
+    def title(self) -> str:
+        """For a figure's panel: "recorded: 2x NVIDIA H200"."""
+        return f"{self.source}: {', '.join(sorted(set(self.frame['node'])))}"
+
+    @property
+    def summary(self) -> str:
+        """One line: how many rows of each status, and how many are unsteady or warm."""
+        counts = ", ".join(f"{n} {status}" for status, n in self.frame["status"].value_counts().items())
+        ok = timed(self.frame)
+        return f"{self.name} ({self.title}): {counts}; {int(ok['unsteady'].sum())} unsteady, {int((ok['cache_state'] == 'warm').sum())} warm"
+
+
+def load_run(run: str = "", root: Path | None = None) -> Loaded:
+    """Read a run by its name (`find_run`); rows under `data/measured` are called recorded, others measured here.
+
+    Raises:
+        FileNotFoundError: no such run.
+        ValueError: a run without a timed row, or a line that is no row.
+    """
+    folder = find_run(run, root)
+    source = "recorded" if folder.parent.name == "measured" else "measured here"
+    frame = table(records.load(folder), source=source)
+    if timed(frame).empty:
+        raise ValueError(f"run={run!r}: {folder.name} has no timed row; the first error was {frame['error'].iloc[0]!r}")
+    commits = sorted(set(frame["commit"]))
+    return Loaded(folder.name, source, ", ".join(commits), frame)
+
+
+def load_compare(compare: str, here: Loaded, root: Path | None = None) -> Loaded | None:
+    """The recorded node to put beside a run: a name, "" for the first recorded one that is another run, "none".
+
+    Raises:
+        FileNotFoundError: a name that is not recorded.
+    """
+    if compare == "none":
+        return None
+    if compare:
+        return load_run(compare, root)
+    recorded = sorted(((root or ROOT) / "data" / "measured").glob(f"*/{records.ROWS_FILE}"))
+    names = [path.parent.name for path in recorded if path.parent.name != here.name]
+    return load_run(names[0], root) if names else None
+
+
+def measurement_noise(rows) -> float:
+    """Relative standard error of the rows' medians, pooled: from the rounds of each row and from repeats of a Point.
+
+    Repeats in fresh processes (the row's `process`) show more spread than rounds do; the larger of the two counts.
+    """
+    within = []
+    for samples in rows["samples_us"]:
+        if len(samples) > 2:
+            low, middle, high = np.percentile(samples, [25, 50, 75])
+            within.append(1.2533 * (high - low) / 1.349 / middle / math.sqrt(len(samples)))
+    between = [
+        float(group["median_us"].std(ddof=1) / group["median_us"].mean())
+        for _, group in rows.groupby([str(p) for p in rows["point"]], sort=False)
+        if len(group) > 1
+    ]
+    pooled = [math.sqrt(float(np.mean(np.square(v)))) for v in (within, between) if v]
+    return max(pooled, default=0.0)
