@@ -37,8 +37,7 @@ test: ready ## prove that the selection is right (CPU suite, under 10 minutes)
 	exit $$status
 
 sweep: ready ## measure this machine, fit, draw the map; ends with the figures' paths (minutes)
-	@$(PY) -m m3cp.cli sweep $(ARGS)
-	@$(PY) -m m3cp.cli fit
+	@$(PY) -m m3cp.cli sweep --fit $(ARGS)
 
 figures: ready ## draw the figures again from the rows that are here
 	@$(PY) -m m3cp.cli fit $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -33,6 +34,48 @@ def doctor(device: Device = None) -> None:
     typer.echo(report(inspect(device)))
 
 
+def _numbers(text: str | None) -> list[int] | None:
+    """The numbers in "1,2,4"."""
+    try:
+        return None if text is None else [int(word) for word in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: must be numbers with commas between them, such as 1,2,4") from None
+
+
+@app.command()
+def sweep(
+    grid: Annotated[
+        Path | None, typer.Argument(help="A YAML or JSON file of axes or Points; default: a grid for this machine.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A small warm grid, under a minute.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print Points and an estimate, measure nothing.")] = False,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; default: one a machine, in data/runs.")] = None,
+    device: Device = None,
+    world: Annotated[str | None, typer.Option(help="Numbers of ranks, such as 1,2; default: what fits here.")] = None,
+    remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure again what the run already holds.")] = False,
+    minutes: Annotated[float | None, typer.Option(help="Stop cleanly after so long; a later call goes on.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Of this code, where the copy has no git history.")] = None,
+    draw: Annotated[bool, typer.Option("--fit", help="Then fit and draw, as `m3cp fit` does.")] = False,
+) -> None:
+    """Measure this machine and append the rows to a run; Points that the run holds are not measured again.
+
+    Exit status 1 when a Point failed, 2 when nothing could be measured.
+    """
+    from m3cp import sweep as measuring
+
+    try:
+        status = measuring.main(
+            grid=grid, quick=quick, out=out, device=device, worlds=_numbers(world), remeasure=remeasure,
+            dry_run=dry_run, minutes=minutes, commit=commit,
+        )  # fmt: skip
+    except (ValueError, OSError) as error:
+        typer.echo(f"m3cp sweep: {error}", err=True)
+        raise typer.Exit(measuring.NOT_MEASURED) from None
+    if draw and not dry_run and status != measuring.NOT_MEASURED:
+        fit(run="" if out is None else str(out))
+    raise typer.Exit(status)
+
+
 @app.command()
 def fit(
     run: Annotated[
@@ -62,24 +105,18 @@ def fit(
         raise typer.Exit(1)
     typer.echo(f"Figures of {folder.name}, and the notebook that drew them:")
     for path in (*drawn, book):
-        typer.echo(f"  {_near(path)}")
-
-
-def _near(path: Path) -> str:
-    """The path as seen from the working directory, where it lies below it."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+        typer.echo(f"  {os.path.relpath(path)}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command; a refusal that names its fix ends with exit status 1, without a traceback."""
+    """Run the command; a refusal that names its fix ends with exit status 2, without a traceback."""
     from m3cp.doctor import NodeError
 
     try:
         app(argv, prog_name="m3cp")
     except NodeError as error:
         print(f"m3cp: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from m3cp import cli, doctor, notebook
+from m3cp import cli, doctor, notebook, sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -85,7 +85,7 @@ def test_a_refusal_is_one_line_without_a_traceback(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "inspect", refuse)
     with pytest.raises(SystemExit) as end:
         cli.main(["doctor"])
-    assert end.value.code == 1
+    assert end.value.code == 2
     assert capsys.readouterr().err == "m3cp: this machine has an AMD GPU that torch cannot use\n"
 
 
@@ -131,3 +131,61 @@ def test_fit_that_draws_nothing_fails(drawn, tmp_path):
 def test_fit_of_a_run_that_is_not_there_says_so(tmp_path):
     done = _run("fit", str(tmp_path / "nothing"))
     assert done.exit_code == 1 and "nothing" in done.output and "Traceback" not in done.output
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """A stand-in for the sweep that records its arguments and returns `status[0]`; fits are recorded too."""
+    calls, status = [], [0]
+
+    def main(**options):
+        calls.append(options)
+        if isinstance(status[0], Exception):
+            raise status[0]
+        return status[0]
+
+    monkeypatch.setattr(sweep, "main", main)
+    monkeypatch.setattr(cli, "fit", lambda **options: calls.append(options))
+    return calls, status
+
+
+def test_sweep_passes_its_options_on(measured):
+    calls, _ = measured
+    words = ["--quick", "--out", "here", "--device", "cpu", "--world", "1,2", "--minutes", "3", "--remeasure"]
+    assert _run("sweep", "grid.yaml", *words, "--commit", "abc", "--dry-run").exit_code == 0
+    assert calls == [
+        dict(
+            grid=Path("grid.yaml"), quick=True, out=Path("here"), device="cpu", worlds=[1, 2], remeasure=True,
+            dry_run=True, minutes=3.0, commit="abc",
+        )
+    ]  # fmt: skip
+    assert _run("sweep").exit_code == 0
+    assert calls[1] == vars(sweep._arguments([]))  # the command and `python3 -m m3cp.sweep` mean the same
+
+
+@pytest.mark.parametrize(
+    "status, words, exit_code, fits",
+    [
+        (0, ["--fit"], 0, [{"run": ""}]),
+        (0, ["--fit", "--out", "here"], 0, [{"run": "here"}]),
+        (1, ["--fit"], 1, [{"run": ""}]),
+        (2, ["--fit"], 2, []),
+        (0, ["--fit", "--dry-run"], 0, []),
+        (0, [], 0, []),
+        (ValueError("grid has contextss: allowed are ..."), ["--fit"], 2, []),
+        (FileNotFoundError("no grid.yaml"), [], 2, []),
+    ],
+)
+def test_sweep_fits_what_was_measured_and_keeps_its_status(measured, status, words, exit_code, fits):
+    calls, held = measured
+    held[0] = status
+    done = _run("sweep", *words)
+    assert done.exit_code == exit_code, done.output
+    assert calls[1:] == fits
+    if isinstance(status, Exception):
+        assert str(status) in done.output and "Traceback" not in done.output
+
+
+def test_worlds_that_are_no_numbers_are_refused(measured):
+    done = _run("sweep", "--world", "two")
+    assert done.exit_code == 2 and "1,2,4" in done.output and not measured[0]

@@ -74,9 +74,10 @@ def test_the_plan_says_what_is_skipped_and_why():
     gpus = _plan(TWO_H200)
     assert gpus["P=2: tp and cp"] == (True, "2 ranks, one a GPU")
     assert gpus["P=4: tp and cp"] == (False, "needs 4 GPUs, found 2")
-    assert gpus["P=2, 4, 8: cp_local"][0]
+    assert gpus["cp_local"][0]
     cpu = _plan(LAPTOP)
-    assert cpu["P=4: tp and cp"] == (True, "4 ranks, over gloo")
+    assert cpu["P=2: tp and cp"] == (True, "2 ranks, over gloo")
+    assert not cpu["P=4: tp and cp"][0] and "--world 4" in cpu["P=4: tp and cp"][1]
     assert cpu["P=8: tp and cp"] == (False, "needs 8 cores, one a rank, found 4")
     assert "eager torch" in cpu["page_read"][1]
 
