@@ -55,6 +55,29 @@ def build(kernel, pointers: dict[str, str], constants: dict[str, Any], target: s
     return Build(target, registers, spills, made.metadata.shared, text)
 
 
+def resident_programs(kernel, num_warps: int, device) -> int:
+    """Programs of a compiled kernel that a compute unit of `device` holds at once, by registers, shared memory, threads.
+
+    Args:
+        kernel: what launching or warming a jitted kernel returns.
+
+    Register files and allocation units are the vendors': CUDA's occupancy rules for compute capability 9.0 (registers
+    a warp in units of 256, 1 KB of shared memory a block reserved), CDNA's 512 VGPRs a lane and SIMD in units of 8.
+    """
+    import torch
+
+    kernel._init_handles()
+    properties = torch.cuda.get_device_properties(device)
+    registers = max(1, kernel.n_regs)
+    if torch.version.hip:
+        waves = min(8, 512 // (-(-registers // 8) * 8)) * 4
+        shared = SHARED_BYTES.get(properties.gcnArchName.split(":")[0], 64 * 1024)
+        return min(waves // num_warps, shared // max(1, kernel.metadata.shared))
+    a_warp = -(-registers * 32 // 256) * 256
+    warps = min(properties.regs_per_multiprocessor // a_warp, properties.max_threads_per_multi_processor // 32)
+    return min(warps // num_warps, properties.shared_memory_per_multiprocessor // (kernel.metadata.shared + 1024))
+
+
 def _cubin_resources(cubin: bytes) -> tuple[int, int]:
     """(registers a thread, bytes of local memory) from the binary that will run."""
     import triton.backends.nvidia as nvidia

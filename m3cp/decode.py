@@ -11,15 +11,22 @@ from types import ModuleType
 
 import torch
 
-from m3cp import reference
+from m3cp import compiled, reference
+from m3cp.exchange import SymmetricExchange, spin_limit
 from m3cp.kernels import candidates as candidates_op
+from m3cp.kernels import fused as fused_op
 from m3cp.kernels import merge as merge_op
 from m3cp.kernels import score as score_op
 from m3cp.kernels import tile
 from m3cp.shapes import FORMS, MAX_CONTEXT_LIMIT, MAX_QUERY_LEN, QUERIES, IndexerShape, require
 from m3cp.shard import Shard
 
-ERROR_KINDS = {1: "a sequence length exceeds max_context"}
+LENGTH_ERROR, WAIT_ERROR = 1, 2
+ERROR_KINDS = {
+    LENGTH_ERROR: "a sequence length exceeds max_context, found by rank {rank}",
+    WAIT_ERROR: "a wait for rank {rank} expired: that rank is gone, late or calls with other lengths; build the object anew",
+}
+_FUSED_STAGES = {"one_launch": ["decode"], "two_launch": ["score_and_push", "wait_and_choose"]}
 _INTERPRETER_PROGRAMS = 3  # enough to split a request between programs; they run one after another
 
 
@@ -44,7 +51,6 @@ class _Decode:
         require("max_context", max_context, 1 <= max_context <= MAX_CONTEXT_LIMIT, f"1 to {MAX_CONTEXT_LIMIT} tokens")
         require("cache_dtype", cache_dtype, cache_dtype == torch.bfloat16, "torch.bfloat16")
         require("form", form, form in FORMS, f"one of {', '.join(FORMS)}")
-        require("form", form, form == "staged", "'staged': no other form exists for this class")
         self.shape, self.shard, self.device, self.cache_dtype, self.form = shape, shard, device, cache_dtype, form
         self.max_requests, self.max_query_len, self.max_context = max_requests, max_query_len, max_context
         self.max_tokens = max_requests * max_query_len
@@ -53,10 +59,14 @@ class _Decode:
         self._triton = device.type == "cuda" or tile.INTERPRETED
         self._warm = False
         self._buffers: list[torch.Tensor] = []
-        self._scores = self._buffer((self.max_tokens, scored_heads, max(1, blocks.local_blocks(shape.blocks(max_context)))), torch.float32)
+        if form == "staged":
+            width = max(1, blocks.local_blocks(shape.blocks(max_context)))
+            self._scores = self._buffer((self.max_tokens, scored_heads, width), torch.float32)
+        elif not self._triton:
+            raise ValueError(f"form={form!r} on {device}: the eager backend has form 'staged' only (set TRITON_INTERPRET=1 before import to interpret)")
         self._out = self._buffer((shard.local_heads * self.max_tokens * shape.topk,), torch.int32)
         self._state = torch.zeros(4, dtype=torch.int64, device=device)  # launches, then the error word: kind, rank, launch
-        self._programs = _programs(device)
+        self._programs = _INTERPRETER_PROGRAMS if device.type != "cuda" else score_op.PROGRAMS_PER_UNIT * _compute_units(device)
 
     def _buffer(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         self._buffers.append(torch.empty(size, dtype=dtype, device=self.device))
@@ -97,7 +107,7 @@ class _Decode:
         """
         launch, kind, rank, at = self._state.tolist()
         if kind:
-            raise RuntimeError(f"{ERROR_KINDS.get(kind, f'error kind {kind}')}: found by rank {rank} in launch {at} of {launch}; those rows are -1")
+            raise RuntimeError(f"{ERROR_KINDS[kind].format(rank=rank)} (launch {at} of {launch}); the rows concerned are -1")
 
     def _checked(self, q, cache, block_table, seq_lens, query_len, out) -> int:
         """Raise on what the host can see; returns the number of tokens."""
@@ -181,7 +191,7 @@ class TPDecode(_Decode):
         max_context: bound of every sequence length, tokens; shapes buffers, never the work.
         device: where the tensors of every call live.
         cache_dtype: of the index-K cache, and of the queries.
-        form: "staged".
+        form: "staged" (two kernels), "one_launch", or "two_launch" (the same code cut in two).
 
     Raises:
         ValueError: naming the argument, what was given and what is allowed.
@@ -208,6 +218,9 @@ class TPDecode(_Decode):
             shape, shard, blocks=Shard(0, 1, shape.heads), scored_heads=shard.local_heads, max_requests=max_requests,
             max_query_len=max_query_len, max_context=max_context, device=device, cache_dtype=cache_dtype, form=form,
         )  # fmt: skip
+        if form != "staged":
+            self._fused = _Fused(self, exchange=None, gather=False)
+            self.stages, self.launches = _FUSED_STAGES[form], len(_FUSED_STAGES[form])
 
     def __call__(self, q, cache, block_table, seq_lens, *, query_len: int = 1, out: torch.Tensor | None = None) -> torch.Tensor:
         """Choose blocks for the owned heads.
@@ -224,7 +237,9 @@ class TPDecode(_Decode):
         """
         tokens = self._checked(q, cache, block_table, seq_lens, query_len, out)
         ids = self._result(tokens, out)
-        if tokens:
+        if tokens and self.form != "staged":
+            self._fused(q, cache, block_table, seq_lens, query_len, ids)
+        elif tokens:
             self._local(q, cache, block_table, seq_lens, query_len, tokens, ids)
         return ids
 
@@ -252,13 +267,15 @@ class CPLocal(_Decode):
         cache_dtype: torch.dtype = torch.bfloat16,
         form: str = "staged",
     ):
+        if type(self) is CPLocal:
+            require("form", form, form == "staged", "'staged': CP without its exchange has no other form")
         self._given_heads = shape.heads
         super().__init__(
             shape, shard, blocks=Shard(shard.rank, shard.world, shard.world), scored_heads=shape.heads, max_requests=max_requests,
             max_query_len=max_query_len, max_context=max_context, device=device, cache_dtype=cache_dtype, form=form,
         )  # fmt: skip
-        keys = shape.heads * self.max_tokens * shape.topk
-        self._gathered = self._buffer((shard.world * keys,), torch.int64)
+        if form == "staged":
+            self._gathered = self._buffer((shard.world * shape.heads * self.max_tokens * shape.topk,), torch.int64)
 
     def peers(self, tokens: int) -> torch.Tensor:
         """The gathered keys of a call of `tokens` tokens, `[world, heads, tokens, topk]` int64: a view to fill."""
@@ -287,7 +304,8 @@ class CPDecode(CPLocal):
         exchange: a transport from `m3cp.exchange`.
         queries: "gathered": each rank is given its own heads' queries and they are gathered; "replicated": each rank
             is given all heads'.
-        threshold_blocks: None; an adaptive path needs the one-launch form.
+        form: "staged" takes either exchange; "one_launch" and "two_launch" take a SymmetricExchange.
+        threshold_blocks: None: always CP.
 
     The rest as `TPDecode`. Every rank must call with the same number of rows.
 
@@ -313,19 +331,28 @@ class CPDecode(CPLocal):
         threshold_blocks: int | None = None,
     ):
         require("queries", queries, queries in QUERIES, f"one of {', '.join(QUERIES)}")
-        require("threshold_blocks", threshold_blocks, threshold_blocks is None, "None: no adaptive path exists for form 'staged'")
+        require("threshold_blocks", threshold_blocks, threshold_blocks is None, "None: no adaptive path exists")
         super().__init__(
             shape, shard, max_requests=max_requests, max_query_len=max_query_len, max_context=max_context, device=device,
             cache_dtype=cache_dtype, form=form,
         )  # fmt: skip
-        exchange.attach(shard, self.device)
         self.exchange, self.queries = exchange, queries
         gathers = queries == "gathered"
         self._given_heads = shard.local_heads if gathers else shape.heads
+        if form != "staged":
+            if not isinstance(exchange, SymmetricExchange):
+                raise ValueError(f"exchange={exchange!r} with form={form!r}: must be a SymmetricExchange")
+            self._fused = _Fused(self, exchange=exchange, gather=gathers)
+            self.stages, self.launches = _FUSED_STAGES[form], len(_FUSED_STAGES[form])
+            return
         self.stages = [*(["gather_queries"] if gathers else []), "score", "candidates", "gather_keys", "merge"]
-        self.collectives = 2 if gathers else 1
-        self._sent_keys = self._buffer((shape.heads * self.max_tokens * shape.topk,), torch.int64)
+        symmetric = isinstance(exchange, SymmetricExchange)  # its gathers are kernels
+        self.collectives = 0 if symmetric else 1 + gathers
+        self.launches = 3 + (1 + gathers if symmetric else 0)
         row = shard.local_heads * shape.head_dim
+        payload_words = self.max_tokens * max(shape.heads * shape.topk * 2, row // 2 if gathers else 0)
+        self._gather = exchange.attach(shard, self.device, payload_words, self._state)
+        self._sent_keys = self._buffer((shape.heads * self.max_tokens * shape.topk,), torch.int64)
         if gathers:
             self._sent_queries = self._buffer((self.max_tokens * row,), cache_dtype)
             self._queries = self._buffer((shard.world * self.max_tokens * row,), cache_dtype)
@@ -336,22 +363,81 @@ class CPDecode(CPLocal):
         ids = self._result(tokens, out)
         if not tokens:
             return ids
+        if self.form != "staged":
+            self._fused(q, cache, block_table, seq_lens, query_len, ids)
+            return ids
         if self.queries == "gathered":
             if not q.is_contiguous():  # one more launch: a slice of a fused projection
                 q = self._sent_queries[: q.numel()].view(q.shape).copy_(q)
             everyone = self._queries[: self.shard.world * q.numel()].view(self.shard.world, *q.shape)
-            self.exchange.gather(everyone, q)
+            self._gather(everyone, q)
             q = everyone
         keys = self._sent_keys[: self.shape.heads * tokens * self.shape.topk].view(self.shape.heads, tokens, self.shape.topk)
         self.local_keys(q, cache, block_table, seq_lens, query_len, keys)
         gathered = self.peers(tokens)
-        self.exchange.gather(gathered, keys)
+        self._gather(gathered, keys)
         self._merge(gathered, ids)
         return ids
 
 
-def _programs(device: torch.device) -> int:
-    """Size of the persistent scoring grid: a fixed number of programs a compute unit, read from the device."""
-    if device.type != "cuda":
-        return _INTERPRETER_PROGRAMS
-    return torch.cuda.get_device_properties(device).multi_processor_count * score_op.PROGRAMS_PER_UNIT
+class _Fused:
+    """The one-launch and two-launch forms over their memory: what `TPDecode` and `CPDecode` hold when not staged.
+
+    Args:
+        owner: the object whose bounds count.
+        exchange: a SymmetricExchange, or None for TP.
+        gather: whether queries travel too.
+        memory_programs: size of the grid; None takes what the device holds at once.
+
+    Raises:
+        RuntimeError: fewer programs than one a compute unit would be resident.
+    """
+
+    def __init__(self, owner: _Decode, *, exchange: SymmetricExchange | None, gather: bool):
+        shape, shard, device = owner.shape, owner.shard, owner.device
+        self.owner, self.exchange, self.gather = owner, exchange is not None, gather
+        # TP is a world of one that owns the heads it was given.
+        self.shard = shard if self.exchange else Shard(0, 1, shard.local_heads)
+        bounds = dict(max_tokens=owner.max_tokens, max_context=owner.max_context)
+        width = fused_op.row_words(shape, owner.max_context)
+        slot_words = fused_op.words_a_slot(shape, self.shard, gather=gather, **bounds)
+        if exchange is None:
+            words = torch.zeros(slot_words, dtype=torch.int64, device=device)
+            peers = torch.tensor([words.data_ptr()], device=device)
+        else:
+            words, peers, self._mapped = exchange.allocate(self.shard, device, 2 * slot_words)
+        rows = self.shard.local_heads * owner.max_tokens
+        parts = torch.zeros(rows * width // fused_op.SEGMENT * 2 * candidates_op.kept(shape.topk), dtype=torch.int64, device=device)
+        counters = torch.zeros(2, self._resident(), dtype=torch.int64, device=device)
+        owner._buffers += [words, parts, counters]
+        self.memory = fused_op.Memory(words, peers, parts, counters, owner._state, width, slot_words, owner.max_tokens)
+        self.phases = (fused_op.ONE_LAUNCH,) if owner.form == "one_launch" else (fused_op.PUSH, fused_op.CHOOSE)
+
+    def _resident(self) -> int:
+        """Programs of the grid: those that the device is sure to hold at once, by registers and shared memory."""
+        if self.owner.device.type != "cuda":
+            return 1  # interpreted programs run one after another: one pushes everything before it waits
+        units = _compute_units(self.owner.device)
+        built = fused_op.heaviest(self.owner.shape, self.shard, self.owner.max_requests, self.owner.max_query_len, self.owner.cache_dtype, self.exchange, self.gather)
+        fit = compiled.resident_programs(built, fused_op.WARPS, self.owner.device)
+        if fit < 1:
+            raise RuntimeError(f"form={self.owner.form!r}: no program of this kernel fits a compute unit of {self.owner.device}")
+        return units * min(fused_op.PROGRAMS_PER_UNIT, fit)
+
+    def launch(self, phase: int, q, cache, block_table, seq_lens, query_len: int, out: torch.Tensor) -> None:
+        built = fused_op.fused(
+            q, cache, block_table, seq_lens, shape=self.owner.shape, shard=self.shard, query_len=query_len, max_context=self.owner.max_context,
+            memory=self.memory, out=out, phase=phase, spin_limit=spin_limit(self.owner.device), exchange=self.exchange, gather=self.gather,
+        )  # fmt: skip
+        if not self.owner._warm and built is not None and self.owner.device.type == "cuda":
+            fit = compiled.resident_programs(built, fused_op.WARPS, self.owner.device) * _compute_units(self.owner.device)
+            if fit < self.memory.counters.shape[1]:
+                raise RuntimeError(f"{fit} programs of this kernel are resident at once, the grid has {self.memory.counters.shape[1]}: they could wait for ever")
+
+    def __call__(self, q, cache, block_table, seq_lens, query_len: int, out: torch.Tensor) -> None:
+        for phase in self.phases:
+            self.launch(phase, q, cache, block_table, seq_lens, query_len, out)
+
+
+def _compute_units(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -6,6 +6,9 @@ RCCL, an engine's own gather of 32-bit words) carries bf16 queries and int64 key
 
 from __future__ import annotations
 
+import os
+import tempfile
+import time
 from collections.abc import Callable
 
 import torch
@@ -13,6 +16,7 @@ import torch.distributed as dist
 
 from m3cp.shard import Shard
 
+_HOST_WAIT_S = 30.0  # seconds before a wait between processes on a CPU gives up
 
 class CollectiveExchange:
     """All-gathers over a process group (NCCL, RCCL, gloo), or over a callable.
@@ -36,25 +40,18 @@ class CollectiveExchange:
         self._alone = False
         self.calls = 0  # collectives issued from the host, for tests and for rows
 
-    def attach(self, shard: Shard, device: torch.device) -> None:
-        """Check that the group fits the shard.
+    def attach(self, shard: Shard, device: torch.device, payload_words: int = 0, state: torch.Tensor | None = None) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """Check that the group fits the shard and return `gather`.
 
         Raises:
             ValueError: `shard.world` differs from the group's size, or the rank differs.
             RuntimeError: no process group exists and the shard's world is larger than 1.
         """
-        if self._gather is not None:
-            return
-        if not dist.is_initialized():
-            if shard.world > 1:
-                raise RuntimeError(f"shard.world={shard.world}: CollectiveExchange needs an initialised process group of that size")
-            self._alone = True
-            return
-        size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        if size != shard.world:
-            raise ValueError(f"shard.world={shard.world}: the process group has {size} ranks; they must be equal")
-        if rank != shard.rank:
-            raise ValueError(f"shard.rank={shard.rank}: this process is rank {rank} of its group; they must be equal")
+        if self._gather is None:
+            self._alone = shard.world == 1 and not dist.is_initialized()
+            if not self._alone:
+                _check_group(self.group, shard, "CollectiveExchange")
+        return self.gather
 
     def gather(self, out: torch.Tensor, payload: torch.Tensor) -> None:
         """Gather `payload` of every rank into `out`, `[ranks, *payload.shape]`, both contiguous. Bit-exact."""
@@ -68,3 +65,128 @@ class CollectiveExchange:
             dist.all_gather_single(flat_out, flat, group=self.group)
         else:
             dist.all_gather_into_tensor(flat_out, flat, group=self.group)
+
+
+class SymmetricExchange:
+    """Peers' memory, written and awaited by the kernels themselves.
+
+    On GPUs the memory comes from torch's symmetric memory (CUDA; ROCm where torch has it); between processes on a CPU
+    it is host shared memory, so that the protocol itself runs without a GPU.
+
+    Args:
+        group: a torch.distributed group, used to set up only; None is the default group.
+    """
+
+    name = "symmetric"
+
+    def __init__(self, group=None):
+        self.group = group
+        self.calls = 0
+        self.memory_type = "none yet"
+
+    def attach(self, shard: Shard, device: torch.device, payload_words: int, state: torch.Tensor | None = None) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """A gather of up to `payload_words` int32 words a rank, as one launch; collective over the group.
+
+        An expired wait is written to `state`, `[4]` int64: launches, then (kind, rank waited for, launch).
+
+        Raises:
+            ValueError, RuntimeError: as `CollectiveExchange.attach`.
+        """
+        from m3cp.kernels import gather as op
+        from m3cp.kernels import tile
+
+        words, peers, mapped = self.allocate(shard, device, 2 * shard.world * payload_words)
+        programs = max(1, min(op.PROGRAMS, -(-payload_words // op.CHUNK))) if device.type == "cuda" else 1
+        counters = torch.zeros(programs, dtype=torch.int64, device=device)
+        state = torch.zeros(4, dtype=torch.int64, device=device) if state is None else state
+
+        def gather(out: torch.Tensor, payload: torch.Tensor) -> None:
+            self.calls += 1
+            flat_out, flat = out.view(-1).view(torch.int32), payload.view(-1).view(torch.int32)
+            if flat.numel() > payload_words:
+                raise ValueError(f"payload of {flat.numel()} words: this transport was set up for payload_words={payload_words}")
+            if device.type == "cuda" or tile.INTERPRETED:
+                op.gather(
+                    flat_out, flat, words=words, peers=peers, counters=counters, state=state, rank=shard.rank, world=shard.world,
+                    capacity=payload_words, spin_limit=spin_limit(device), programs=programs,
+                )  # fmt: skip
+            else:
+                _gather_on_host(flat_out, flat, mapped, counters, shard, payload_words)
+
+        return gather
+
+    def allocate(self, shard: Shard, device: torch.device, words: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """A zeroed symmetric buffer; collective over the group.
+
+        Returns:
+            (this rank's buffer `[words]` int64, addresses of every rank's buffer as mapped here `[world]` int64 on the
+            device, the mapped tensors: host memory only).
+        """
+        if not dist.is_initialized() and shard.world == 1:
+            self.memory_type = "private: a world of one"
+            local = torch.zeros(words, dtype=torch.int64, device=device)
+            return local, torch.tensor([local.data_ptr()], device=device), [local]
+        _check_group(self.group, shard, "SymmetricExchange")
+        group = self.group or dist.group.WORLD
+        if device.type == "cuda":
+            import torch.distributed._symmetric_memory as symmetric
+
+            local = symmetric.empty(words, dtype=torch.int64, device=device)
+            handle = symmetric.rendezvous(local, group)
+            local.zero_()
+            torch.cuda.synchronize(device)
+            dist.barrier(group, device_ids=[device.index])  # nobody writes before everybody has zeroed
+            self.memory_type = f"torch symmetric memory ({type(handle).__name__})"
+            self._keep = [*getattr(self, "_keep", []), handle]
+            return local, torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device), []
+        self.memory_type = "host shared memory"
+        mapped = _host_shared(words, shard, group)
+        return mapped[shard.rank], torch.tensor([t.data_ptr() for t in mapped]), mapped
+
+
+def spin_limit(device: torch.device) -> int:
+    """Polls after which a wait gives up: some seconds on a GPU (a poll takes about 0.7 us), half a minute interpreted."""
+    return 20_000_000 if device.type == "cuda" else 200_000
+
+
+def _check_group(group, shard: Shard, who: str) -> None:
+    if not dist.is_initialized():
+        raise RuntimeError(f"shard.world={shard.world}: {who} needs an initialised process group of that size")
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if size != shard.world:
+        raise ValueError(f"shard.world={shard.world}: the process group has {size} ranks; they must be equal")
+    if rank != shard.rank:
+        raise ValueError(f"shard.rank={shard.rank}: this process is rank {rank} of its group; they must be equal")
+
+
+def _host_shared(words: int, shard: Shard, group) -> list[torch.Tensor]:
+    """Every rank's buffer, mapped into this process; the files are unlinked once all have mapped them."""
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    descriptor, path = tempfile.mkstemp(prefix="m3cp-", dir=folder)
+    os.close(descriptor)
+    mine = torch.from_file(path, shared=True, size=words, dtype=torch.int64).zero_()
+    paths: list[str] = [""] * shard.world
+    dist.all_gather_object(paths, path, group=group)
+    mapped = [mine if r == shard.rank else torch.from_file(p, shared=True, size=words, dtype=torch.int64) for r, p in enumerate(paths)]
+    dist.barrier(group)
+    os.unlink(path)
+    return mapped
+
+
+def _gather_on_host(out: torch.Tensor, payload: torch.Tensor, mapped: list[torch.Tensor], counters: torch.Tensor, shard: Shard, capacity: int) -> None:
+    """The gather kernel's protocol in torch, for ranks on a CPU: push tagged words to all, then await all."""
+    counters[0] += 1
+    tag = int(counters[0]) & 0x7FFFFFFF
+    slot = (int(counters[0]) & 1) * shard.world * capacity
+    n = payload.numel()
+    word = (payload.to(torch.int64) & 0xFFFFFFFF) | (tag << 32)
+    for buffer in mapped:
+        buffer[slot + shard.rank * capacity :][:n] = word
+    for rank in range(shard.world):
+        incoming = mapped[shard.rank][slot + rank * capacity :][:n]
+        deadline = time.monotonic() + _HOST_WAIT_S
+        while not bool((incoming >> 32 == tag).all()):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"rank {shard.rank} waited {_HOST_WAIT_S} s for rank {rank} in a symmetric gather: that rank is gone or late")
+            time.sleep(0)
+        out[rank * n : (rank + 1) * n] = incoming.to(torch.int32)

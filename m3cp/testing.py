@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from m3cp.decode import CPLocal, TPDecode
+from m3cp.decode import CPDecode, CPLocal, TPDecode
+from m3cp.exchange import SymmetricExchange
+from m3cp.kernels.fused import CHOOSE, PUSH
 from m3cp.shapes import IndexerShape, require
 from m3cp.shard import Shard
 
@@ -41,9 +43,20 @@ def select_virtual(
         max_requests=max(1, seq_lens.shape[0]), max_query_len=query_len, max_context=max_context or block_table.shape[1] * shape.block_size,
         device=q.device, cache_dtype=cache.dtype, form=form,
     )  # fmt: skip
+    require("form", form, form in ("staged", "two_launch"), "'staged' or 'two_launch': ranks run in turn, none may wait for the next")
     shards = [Shard(r, world, shape.heads) for r in range(world)]
     per_rank = []
-    if path == "tp":
+    if path == "cp" and form == "two_launch":
+        transport = _OneProcess()
+        ranks = [CPDecode(shape, shard, exchange=transport, queries="replicated", **bounds) for shard in shards]
+        transport.connect()
+        per_rank = [rank._result(q.shape[0], None) for rank in ranks]
+        for phase in (PUSH, CHOOSE) if q.shape[0] else ():
+            for rank, ids in zip(ranks, per_rank, strict=True):
+                rank._fused.launch(phase, q, cache, block_table, seq_lens, query_len, ids)
+        for rank in ranks:
+            rank.check()
+    elif path == "tp":
         for shard in shards:
             mine = q[:, shard.owned_heads.start : shard.owned_heads.stop]
             per_rank.append(TPDecode(shape, shard, **bounds)(mine, cache, block_table, seq_lens, query_len=query_len))
@@ -62,6 +75,24 @@ def select_virtual(
         assert bool(((owned == -2) | (owned == ids)).all()), f"replicas of heads {shard.owned_heads} disagree at rank {shard.rank}"
         owned.copy_(ids)
     return out
+
+
+class _OneProcess(SymmetricExchange):
+    """Every virtual rank's buffer in this process: `connect` tells each of all, once all were allocated."""
+
+    def __init__(self):
+        super().__init__()
+        self._ranks: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def allocate(self, shard: Shard, device: torch.device, words: int):
+        local = torch.zeros(words, dtype=torch.int64, device=device)
+        peers = torch.zeros(shard.world, dtype=torch.int64, device=device)
+        self._ranks.append((local, peers))
+        return local, peers, []
+
+    def connect(self) -> None:
+        for _, peers in self._ranks:
+            peers.copy_(torch.tensor([local.data_ptr() for local, _ in self._ranks]))
 
 
 def _keys(rank: CPLocal, q, cache, block_table, seq_lens, query_len: int) -> torch.Tensor:

@@ -126,10 +126,10 @@ def constants(shape: IndexerShape, heads: int, local_heads: int, ranks: int, que
 
 
 def request_bucket(requests: int) -> int:
-    """Width of the vector of lengths: a power of four, so that few kernels are compiled."""
+    """Width of the vector of lengths: a power of eight, so that few kernels are compiled."""
     bucket = 1
     while bucket < requests:
-        bucket *= 4
+        bucket *= 8
     return bucket
 
 

@@ -1,0 +1,388 @@
+"""Decode in one launch, TP and CP: score, hand the scores over as tagged words, choose where the heads live.
+
+Every program (a fixed, co-resident grid) takes an equal share of the flattened (request, block) list, scores it and
+stores each score as one word straight into the memory of the rank that owns the head; the programs then wait for the
+words of the rows they own and choose. There are no local candidates, no collective and no merge of lists: CP is TP
+with a store over the link. Rows of more than SEGMENT blocks are chosen in two levels, a program a segment. TP is the
+same code with a world of one, whose words stay in a private buffer.
+
+Wins wherever the fixed cost matters, that is below some thousand blocks a call; the staged form costs two launches
+and two collectives more. `PHASE` cuts the same code in two launches (score and push; wait and choose), which need no
+co-residency: the second waits for words of launches that were already issued.
+
+Why a slot can be reused (checked exhaustively in tests/test_protocol.py). A launch *exchanges* when a row has more
+than TOPK blocks, which the lengths alone decide, alike on every rank. Exchanging launches count g = 1, 2, ...; words
+of launch g carry the tag g and go to slot g % 2 of the peers' buffers.
+  1. In an exchanging launch every rank awaits at least one word of every peer: each peer holds a block of the row's
+     list (its length is at least TOPK + 1 - init - local >= world; else PRESENCE words are exchanged) and each rank
+     owns a head.
+  2. So when a rank has finished launch g + 1, every peer has begun g + 1, hence has finished g and all its reads of
+     slot g % 2. Launch g + 2 may overwrite that slot. One stream orders a rank's launches.
+  3. Launches that do not exchange store nothing in a peer's memory and leave g alone.
+Words between programs of one rank live in a buffer that no peer writes and carry the launch counter.
+Each program keeps its own copy of both counters, reads it first and writes it last: no copy changes under a reader.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from m3cp.kernels import tile
+from m3cp.kernels.candidates import keep_best, kept, store_choice
+from m3cp.kernels.score import LENGTH_ERROR, constants
+from m3cp.kernels.tile import (
+    COLUMNS,
+    blocks_of,
+    column_tokens,
+    load_columns,
+    load_keys,
+    longest_row,
+    my_share,
+    read_span,
+    row_tokens,
+    score_columns,
+)
+from m3cp.kernels.words import POLLED, await_words, put, tagged
+from m3cp.keys import encode_jit, order_code_jit
+from m3cp.shapes import IndexerShape
+from m3cp.shard import Shard
+
+# Blocks that one program chooses from at once: 256 keys sort in about a microsecond; the interpreter sorts slowly.
+SEGMENT = 64 if tile.INTERPRETED else 256
+# Four warps a program: the 128 x 16 dot without spills. Two tiles of 32 KB in flight and three programs a compute
+# unit fill HBM3e and fit Hopper's shared memory.
+WARPS, STAGES, PROGRAMS_PER_UNIT = 4, 2, 3
+WAIT_ERROR = tl.constexpr(2)
+ONE_LAUNCH, PUSH, CHOOSE = 0, 1, 2  # phases
+
+_SEGMENT = tl.constexpr(SEGMENT)
+_FAILED = tl.constexpr(-1)  # id payload of a part whose wait expired; real payloads have the top bits clear
+
+
+@triton.jit
+def report_wait(state_ptr, launch, rank, expired):
+    """Write the error word (kind, rank waited for, launch), unless one stands there."""
+    first = expired & (tl.load(state_ptr + 1) != WAIT_ERROR)
+    tl.store(state_ptr + 2, rank.to(tl.int64), mask=first)
+    tl.store(state_ptr + 3, launch, mask=first)
+    tl.store(state_ptr + 1, WAIT_ERROR, mask=first)
+
+
+@triton.jit
+def peer(peers_ptr, i_rank):
+    """Base of rank `i_rank`'s symmetric buffer as this rank maps it; `i_rank` may be a tensor."""
+    return tl.load(peers_ptr + i_rank).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def push_queries(
+    q_ptr, lens_ptr, peers_ptr, slot_queries, tag, i_program, programs, tokens, query_len, rank, world, max_context,
+    stride_token, stride_head, HEADS: tl.constexpr, LOCAL_HEADS: tl.constexpr, REPLICAS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, TOPK: tl.constexpr,
+):  # fmt: skip
+    """Send this rank's query rows to every rank (itself included), two bf16 a word; rows that need no keys stay home."""
+    o_pair = tl.arange(0, DIM // 2)
+    for i_row in range(i_program, tokens * LOCAL_HEADS, programs):
+        i_token = i_row // LOCAL_HEADS
+        i_head = i_row % LOCAL_HEADS
+        longest = longest_row(tl.load(lens_ptr + i_token // query_len), query_len, max_context)
+        needed = blocks_of(longest, BLOCK) > TOPK
+        p_row = (q_ptr + i_token.to(tl.int64) * stride_token + i_head * stride_head).to(tl.pointer_type(tl.int32))
+        word = tagged(tl.load(p_row + o_pair), tag)  # [DIM // 2]
+        to = slot_queries + (i_token.to(tl.int64) * HEADS + rank // REPLICAS * LOCAL_HEADS + i_head) * (DIM // 2) + o_pair
+        for i_rank in range(world):
+            put(peer(peers_ptr, i_rank) + to, word, needed & (o_pair >= 0))
+
+
+@triton.jit
+def await_columns(
+    p_queries, i_request, group, query_len, tag, spin_limit, LIKE, HEADS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Query columns of one group from their words, [DIM, 16], and the rank waited for in vain (-1 when all came)."""
+    o_column = group * COLUMNS + tl.arange(0, COLUMNS)
+    row = i_request.to(tl.int64) * query_len * HEADS + o_column
+    o_pair = tl.arange(0, DIM // 2)
+    mask = (o_column < query_len * HEADS)[:, None] & (o_pair >= 0)[None, :]
+    pair, missing = await_words(p_queries + row[:, None] * (DIM // 2) + o_pair[None, :], mask, tag, spin_limit)
+    low = (pair & 0xFFFF).to(tl.uint16).to(LIKE, bitcast=True)
+    high = ((pair >> 16) & 0xFFFF).to(tl.uint16).to(LIKE, bitcast=True)
+    columns = tl.reshape(tl.join(low, high), [COLUMNS, DIM])
+    late = tl.max(tl.max(tl.where(missing, (o_column % HEADS)[:, None], -1), 1), 0)
+    return tl.trans(columns), late
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_ptr", "cache_ptr", "table_ptr", "lens_ptr", "out_ptr", "words_ptr", "peers_ptr", "parts_ptr", "counters_ptr", "state_ptr",
+        "requests", "query_len", "pages", "rank", "world", "max_context", "init", "local", "spin_limit",
+        "stride_token", "stride_head", "stride_page", "stride_table", "width", "slot_words", "max_tokens",
+    ]
+)  # fmt: skip
+def fused_kernel(
+    q_ptr, cache_ptr, table_ptr, lens_ptr, out_ptr, words_ptr, peers_ptr, parts_ptr, counters_ptr, state_ptr,
+    requests, query_len, pages, rank, world, max_context, init, local, spin_limit,
+    stride_token, stride_head, stride_page, stride_table, width, slot_words, max_tokens,
+    HEADS: tl.constexpr, LOCAL_HEADS: tl.constexpr, REPLICAS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    TOPK: tl.constexpr, GROUPS: tl.constexpr, REQUESTS: tl.constexpr, ALIGN: tl.constexpr, KEEP: tl.constexpr,
+    STAGES: tl.constexpr, UPCAST: tl.constexpr, PHASE: tl.constexpr, EXCHANGE: tl.constexpr, GATHER: tl.constexpr, PRESENCE: tl.constexpr,
+):  # fmt: skip
+    i_program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    exchange = tl.load(counters_ptr + i_program) + 1
+    launch = tl.load(counters_ptr + programs + i_program) + 1
+    failed = tl.load(state_ptr + 1) == WAIT_ERROR
+    o_request = tl.arange(0, REQUESTS)
+    lens = tl.load(lens_ptr + o_request, mask=o_request < requests, other=0)  # [REQUESTS]
+    most = blocks_of(tl.max(longest_row(lens, query_len, max_context), 0), BLOCK)  # blocks of the longest row
+    exchanges = (most > TOPK) & (failed == 0)
+    tokens = requests * query_len
+    if EXCHANGE:
+        tag = exchange.to(tl.int32)
+        slot = (exchange & 1) * slot_words
+        # A slot holds, in this order: score words of owned rows, query words of all rows, presence words.
+        slot_queries = slot + max_tokens.to(tl.int64) * LOCAL_HEADS * width
+        presence = slot_queries + max_tokens.to(tl.int64) * ((HEADS * DIM // 2) if GATHER else 0)
+        p_mine = words_ptr + slot
+    else:
+        tag = launch.to(tl.int32)
+        p_mine = words_ptr
+
+    if PHASE != 2:
+        if i_program == 0:
+            tl.store(state_ptr, launch)
+            too_long = (tl.max(lens, 0) > max_context) & (tl.load(state_ptr + 1) == 0)
+            tl.store(state_ptr + 2, rank.to(tl.int64), mask=too_long)
+            tl.store(state_ptr + 3, launch, mask=too_long)
+            tl.store(state_ptr + 1, LENGTH_ERROR, mask=too_long)
+        if PRESENCE:
+            if (i_program == 0) & exchanges:
+                for i_rank in range(world):
+                    put(peer(peers_ptr, i_rank) + presence + rank, tagged(rank, tag), exchanges)
+        if GATHER:
+            if exchanges:
+                push_queries(
+                    q_ptr, lens_ptr, peers_ptr, slot_queries, tag, i_program, programs, tokens, query_len, rank, world, max_context,
+                    stride_token, stride_head, HEADS, LOCAL_HEADS, REPLICAS, DIM, BLOCK, TOPK,
+                )  # fmt: skip
+        # --- score this program's share; push every score to the owner of its head ---
+        first, last = read_span(lens, query_len, rank, world, max_context, init, local, TOPK, BLOCK)
+        item, stop, i_request, start = my_share(last - first, i_program, programs, REQUESTS)
+        stop = tl.where(failed, item, stop)
+        while item < stop:
+            seq_len = tl.load(lens_ptr + i_request)
+            first_here, last_here = read_span(seq_len, query_len, rank, world, max_context, init, local, TOPK, BLOCK)
+            end = start + last_here - first_here
+            upto = tl.minimum(stop, end)
+            p_table = table_ptr + i_request.to(tl.int64) * stride_table
+            if GATHER:
+                late = -1
+                for group in tl.static_range(GROUPS):  # with several groups, the loop below reads the words again
+                    b_q, late_here = await_columns(
+                        words_ptr + slot_queries, i_request, group, query_len, tag, spin_limit, q_ptr.dtype.element_ty, HEADS, DIM
+                    )  # fmt: skip
+                    late = tl.maximum(late, late_here)
+                report_wait(state_ptr, launch, late // LOCAL_HEADS * REPLICAS, late >= 0)
+                stop = tl.where(late >= 0, item, stop)
+                upto = tl.where(late >= 0, item, upto)
+            elif GROUPS == 1:
+                b_q = load_columns(q_ptr, i_request, 0, query_len, 0, stride_token, stride_head, HEADS, HEADS, 1, DIM)
+            for i in tl.range(item, upto, num_stages=STAGES):
+                block = (first_here + i - start) * world + rank
+                page = tl.load(p_table + block)
+                b_k = load_keys(cache_ptr, page, pages, stride_page, BLOCK, DIM, ALIGN)  # [BLOCK, DIM]
+                for group in tl.static_range(GROUPS):
+                    if GROUPS > 1:
+                        if GATHER:
+                            b_q, _ = await_columns(
+                                words_ptr + slot_queries, i_request, group, query_len, tag, 0, q_ptr.dtype.element_ty, HEADS, DIM
+                            )  # fmt: skip
+                        else:
+                            b_q = load_columns(q_ptr, i_request, group, query_len, 0, stride_token, stride_head, HEADS, HEADS, 1, DIM)
+                    n_column = column_tokens(seq_len, group, query_len, max_context, HEADS)
+                    best = score_columns(b_k, b_q, n_column, block, (page >= 0) & (page < pages), BLOCK, UPCAST)  # [16]
+                    o_column = group * COLUMNS + tl.arange(0, COLUMNS)
+                    o_head = o_column % HEADS
+                    i_token = i_request * query_len + o_column // HEADS
+                    visible = blocks_of(n_column, BLOCK)
+                    # Exactly the words that the row's reader awaits: choosers mask by the same condition.
+                    sent = (visible > TOPK) & (block < visible - local)
+                    word = tagged(order_code_jit(best), tag)
+                    if EXCHANGE:
+                        row = (o_head % LOCAL_HEADS).to(tl.int64) * max_tokens + i_token
+                        for i_replica in tl.static_range(REPLICAS):
+                            base = peer(peers_ptr, o_head // LOCAL_HEADS * REPLICAS + i_replica)
+                            put(base + slot + row * width + block, word, sent)
+                    else:
+                        row = o_head.to(tl.int64) * max_tokens + i_token
+                        put(words_ptr + row * width + block, word, sent)
+            item = upto
+            start = end
+            i_request += 1
+
+    if PHASE != 1:
+        # --- choose: a program a (row, segment); the grid's last programs first, they have the smaller shares ---
+        rows = LOCAL_HEADS * tokens
+        segments = tl.maximum((most + _SEGMENT - 1) // _SEGMENT, 1) if PHASE == 0 else 1
+        for i_task in range(programs - 1 - i_program, rows * segments, programs):
+            i_row = i_task // segments
+            i_segment = i_task % segments
+            i_head = i_row // tokens
+            i_token = i_row % tokens
+            n = row_tokens(tl.load(lens_ptr + i_token // query_len), i_token % query_len, query_len, max_context)
+            visible = blocks_of(n, BLOCK)
+            upto_segment = tl.minimum(i_segment + 1, tl.maximum((visible + _SEGMENT - 1) // _SEGMENT, 1))
+            if PHASE == 2:
+                upto_segment = tl.maximum((visible + _SEGMENT - 1) // _SEGMENT, 1)
+            p_row = p_mine + (i_head.to(tl.int64) * max_tokens + i_token) * width
+            b_best = tl.full([KEEP], 0, tl.int64)
+            late = tl.where(failed, rank, -1)
+            # One segment of this task in one launch; all of them, one after another, in the second of two.
+            for i in range(i_segment, upto_segment):
+                o_block = i * _SEGMENT + tl.arange(0, _SEGMENT)
+                awaited = (visible > TOPK) & (o_block >= init) & (o_block < visible - local) & (late < 0)
+                code, missing = await_words(p_row + o_block, awaited, tag, spin_limit)
+                key = encode_jit(tl.where(awaited, code.to(tl.uint32, bitcast=True), 0), o_block, visible, init, local)
+                late = tl.maximum(late, tl.max(tl.where(missing, o_block % world, -1), 0))
+                b_best = keep_best(b_best, tl.topk(key, KEEP), KEEP) if PHASE == 2 else tl.topk(key, KEEP)
+            if failed == 0:
+                report_wait(state_ptr, launch, late, late >= 0)
+            b_best = tl.where(late >= 0, 0, b_best)
+            if (PHASE == 2) | (visible <= _SEGMENT):
+                if i_segment == 0:
+                    store_choice(b_best, out_ptr + i_row.to(tl.int64) * TOPK, TOPK, KEEP)
+            else:
+                if i_segment < upto_segment:
+                    # Two words a candidate: (order code) and (class, inverted id), all of the key's 62 bits.
+                    o_part = (i_row.to(tl.int64) * segments + i_segment) * 2 * KEEP + tl.arange(0, KEEP)
+                    put(parts_ptr + o_part, tagged((b_best >> 28).to(tl.int32), launch.to(tl.int32)), o_part >= 0)
+                    high = ((b_best >> 60) << 28 | b_best & 0xFFFFFFF).to(tl.int32)
+                    high = tl.where(late >= 0, _FAILED, high)
+                    put(parts_ptr + KEEP + o_part, tagged(high, launch.to(tl.int32)), o_part >= 0)
+    if PHASE == 0:
+        # --- rows of several segments: merge their parts ---
+        if segments > 1:
+            for i_row in range(i_program, rows, programs):
+                i_token = i_row % tokens
+                n = row_tokens(tl.load(lens_ptr + i_token // query_len), i_token % query_len, query_len, max_context)
+                parts = (blocks_of(n, BLOCK) + _SEGMENT - 1) // _SEGMENT * KEEP
+                if parts > KEEP:
+                    b_best = tl.full([KEEP], 0, tl.int64)
+                    late = 0
+                    for start in range(0, parts, POLLED):
+                        o = start + tl.arange(0, POLLED)
+                        p_part = parts_ptr + (i_row.to(tl.int64) * segments + o // KEEP) * 2 * KEEP + o % KEEP
+                        code, missing = await_words(p_part, o < parts, launch.to(tl.int32), spin_limit)
+                        high, missing_high = await_words(p_part + KEEP, o < parts, launch.to(tl.int32), spin_limit)
+                        gone = missing | missing_high
+                        late = tl.maximum(late, tl.max((gone | ((high == _FAILED) & (o < parts))).to(tl.int32), 0))
+                        report_wait(state_ptr, launch, rank, tl.max(gone.to(tl.int32), 0) > 0)
+                        key = (code.to(tl.int64) & 0xFFFFFFFF) << 28 | (high & 0xFFFFFFF).to(tl.int64) | (high >> 28).to(tl.int64) << 60
+                        key = tl.where(o < parts, key, 0)
+                        b_best = keep_best(b_best, tl.topk(key, KEEP), KEEP)
+                    store_choice(tl.where(late > 0, 0, b_best), out_ptr + i_row.to(tl.int64) * TOPK, TOPK, KEEP)
+    if PHASE != 1:
+        if PRESENCE:
+            if (i_program == 0) & exchanges:
+                o = tl.arange(0, POLLED)
+                _, missing = await_words(words_ptr + presence + o, o < world, tag, spin_limit)
+                late = tl.max(tl.where(missing, o, -1), 0)
+                report_wait(state_ptr, launch, late, late >= 0)
+        if EXCHANGE:
+            tl.store(counters_ptr + i_program, exchange, mask=exchanges)
+        tl.store(counters_ptr + programs + i_program, launch)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a fused object keeps on its device; all int64.
+
+    Args:
+        words: this rank's score words (private without peers, else its symmetric buffer of two slots).
+        peers: `[world]` addresses of every rank's symmetric buffer as mapped here; `words` itself without peers.
+        parts: candidates of segments, from program to program of this rank.
+        counters: `[2, programs]`: exchanges and launches so far, a copy for each program.
+        state: `[4]`: launches, then the error word (kind, rank, launch).
+        width: score words a row; slot_words: words of a slot; max_tokens: rows a head.
+    """
+
+    words: torch.Tensor
+    peers: torch.Tensor
+    parts: torch.Tensor
+    counters: torch.Tensor
+    state: torch.Tensor
+    width: int
+    slot_words: int
+    max_tokens: int
+
+
+def words_a_slot(shape: IndexerShape, shard: Shard, *, max_tokens: int, max_context: int, gather: bool) -> int:
+    """int64 words of one slot of a rank's symmetric buffer: scores of owned rows, queries of all rows, presence."""
+    queries = max_tokens * shape.heads * shape.head_dim // 2 if gather else 0
+    return max_tokens * shard.local_heads * row_words(shape, max_context) + queries + shard.world
+
+
+def row_words(shape: IndexerShape, max_context: int) -> int:
+    """Score words a row: its blocks, rounded up to whole segments."""
+    return -(-shape.blocks(max_context) // SEGMENT) * SEGMENT
+
+
+def needs_presence(shape: IndexerShape, shard: Shard) -> bool:
+    """Whether an exchanging launch might leave a rank without a word from some peer (see the module's docstring)."""
+    return shape.topk + 1 - shape.init_blocks - shape.local_blocks < shard.world
+
+
+def fused(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    shape: IndexerShape,
+    shard: Shard,
+    query_len: int,
+    max_context: int,
+    memory: Memory,
+    out: torch.Tensor,
+    phase: int,
+    spin_limit: int,
+    exchange: bool,
+    gather: bool,
+):
+    """Launch the kernel once. Returns the compiled kernel (None under the interpreter).
+
+    Args:
+        q: `[tokens, heads, D]`: TP's own heads, CP's all heads, or CP's own heads when `gather`.
+        shard: which blocks are scored and which heads are owned; a world of one for TP, with the heads it was given.
+        phase: ONE_LAUNCH, or PUSH and then CHOOSE.
+        spin_limit: polls after which a wait gives up.
+        exchange: scores go to peers; gather: queries do too.
+        out: contiguous `[owned heads, tokens, topk]` int32.
+    """
+    heads = shape.heads if exchange else q.shape[1]
+    fixed = constants(shape, heads, shard.local_heads if exchange else heads, shard.world if exchange else 1, query_len, seq_lens.numel(), cache)
+    return fused_kernel[(memory.counters.shape[1],)](
+        q, cache, block_table, seq_lens, out, memory.words, memory.peers, memory.parts, memory.counters, memory.state,
+        seq_lens.numel(), query_len, cache.shape[0], shard.rank, shard.world, max_context, shape.init_blocks, shape.local_blocks, spin_limit,
+        q.stride(0), q.stride(1), cache.stride(0), block_table.stride(0), memory.width, memory.slot_words, memory.max_tokens,
+        **fixed, KEEP=kept(shape.topk), STAGES=STAGES, UPCAST=tile.INTERPRETED, PHASE=phase, EXCHANGE=exchange, GATHER=gather,
+        PRESENCE=exchange and needs_presence(shape, shard), num_warps=WARPS,
+    )  # fmt: skip
+
+
+def heaviest(shape: IndexerShape, shard: Shard, max_requests: int, max_query_len: int, dtype: torch.dtype, exchange: bool, gather: bool):
+    """The compiled kernel of the largest call, for its resources; nothing is launched."""
+    from triton.runtime.jit import MockTensor
+
+    heads = shape.heads if exchange else shard.local_heads
+    example = torch.empty(1, 1, shape.head_dim, dtype=dtype)
+    fixed = constants(shape, heads, shard.local_heads, shard.world if exchange else 1, max_query_len, max_requests, example)
+    long, word = MockTensor(torch.int64), MockTensor(torch.int32)
+    return fused_kernel.warmup(
+        MockTensor(dtype), MockTensor(dtype), word, word, word, long, long, long, long, long, *[1] * 16,
+        **(fixed | dict(ALIGN=16)), KEEP=kept(shape.topk), STAGES=STAGES, UPCAST=tile.INTERPRETED, PHASE=ONE_LAUNCH, EXCHANGE=exchange,
+        GATHER=gather, PRESENCE=exchange and needs_presence(shape, shard), num_warps=WARPS, grid=(1,),
+    )  # fmt: skip
