@@ -121,6 +121,13 @@ def limit_us(point: Point, node: Node) -> float:
     return distinct_bytes_read(point) / (node.page_bandwidth_gbs * 1e3)
 
 
+def floor_point(point: Point) -> Point:
+    """The `page_read` Point that reads the same pages: the measured floor of the Point's arm."""
+    if point.arm == "page_read":
+        return point
+    return point.replace(arm="page_read", form=None, exchange=None, queries=None, threshold_blocks=None, world=shards(point))
+
+
 def shards(point: Point) -> int:
     """Number of shards that the cache is read in: the world size for CP arms and their floor, 1 for TP arms."""
     return 1 if point.arm.endswith("tp") else point.world
