@@ -229,6 +229,64 @@ def test_constant_keys_are_never_timed(faults):
     assert row.status == "failed" and "cache is constant (0.0)" in row.error
 
 
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory):
+    """Rows of two ranks that time graphs, with a stand-in for graphs and device events on a CPU."""
+    folder = tmp_path_factory.mktemp("graphs")
+    body = """
+        import time, torch
+        from m3cp import timing
+        class Graph:
+            def __init__(self, calls, evict=None):
+                self.work = [f for call in calls for f in (evict, call) if f is not None]
+            def replay(self):
+                for f in self.work:
+                    f()
+            def reset(self):
+                pass
+        class Timer:
+            def start(self):
+                self.at = time.perf_counter()
+            def stop(self):
+                return (time.perf_counter() - self.at) * 1e6
+        timing.capture, timing.DeviceTimer = Graph, Timer
+        timing.COLD_ROUND_US, timing.COLD_ROUNDS, timing.HOLD_READS = 100, 3, 1
+        worker.Place.on_gpu = property(lambda self: True)
+        torch.cuda.mem_get_info = lambda: (1 << 30, 1 << 30)
+        worker.POOL_BYTES["cuda"] = worker.POOL_BYTES["cpu"] = 1 << 27
+    """
+    cp = dict(arm="cp", exchange="collective", queries="gathered")
+    groups = []
+    for context in (1024, 3072):
+        tp = Point(context, 1, world=2, form="staged", max_context=4096)
+        arms = [tp, tp.replace(**cp)]
+        groups.append([*dict.fromkeys(traffic.floor_point(p) for p in arms), *arms])
+    work = job(folder)
+    work["cpu_last_level_bytes"] = 1 << 20
+    work["groups"] = [{"points": [p.to_dict() for p in g], "record": [True] * len(g)} for g in groups]
+    path = worker(folder, body)
+    sweep.launch(path, work, 2)
+    return {(r.point.arm, r.point.world, r.point.context_tokens): r for r in records.load(folder / "out")}
+
+
+def test_graphs_are_checked_timed_and_called_cold_for_what_they_touch(graphs):
+    assert {r.status for r in graphs.values()} == {"ok"}, [r.error for r in graphs.values()]
+    for (arm, world, context), row in graphs.items():
+        assert row.ranks == 2 and len(row.samples_us) == 3 and row.replays_per_round >= 2
+        assert row.calls_per_replay >= 8 and row.calls_per_replay % row.caches == 0
+        if context == 1024:
+            assert row.cache_state == "warm" and row.evict_us > 0 and row.bytes_read == 0
+        else:
+            assert row.cache_state == "cold" and row.evict_us is None
+            assert row.footprint_over_llc > 2
+            shares = 1 if arm == "tp" or world == 1 else 2
+            assert row.caches * row.distinct_bytes_read == pytest.approx(row.footprint_over_llc * (1 << 20))
+            assert row.distinct_bytes_read == -(-(context // 128 - 1) // shares) * 32768
+    # Every call of every replay was compared, before and after the rounds.
+    cp = graphs["cp", 2, 3072]
+    assert cp.check["rows"] >= 2 * 3 * 2 * cp.calls_per_replay
+
+
 def test_workers_that_stand_still_are_ended(tmp_path):
     body = "import time; time.sleep(600)"
     with pytest.raises(sweep.WorkersFailed, match="no rank has moved for 1 s"):
