@@ -125,7 +125,7 @@ def merge(gathered: torch.Tensor, *, shape: IndexerShape, owned: range, out: tor
         gathered: `[ranks, heads, tokens, topk]` int64 candidates of every rank, read in place.
     """
     mine = gathered[:, owned.start : owned.stop]
-    pool = mine.permute(1, 2, 0, 3).reshape(mine.shape[1], mine.shape[2], -1)
+    pool = mine.permute(1, 2, 0, 3).flatten(2)
     ids = keys.block_of(pool.topk(shape.topk, dim=2).values)
     ids = torch.where(ids < 0, keys.MAX_BLOCKS, ids).sort(2).values
     ids = torch.where(ids == keys.MAX_BLOCKS, -1, ids).to(torch.int32)
@@ -167,6 +167,6 @@ def _blocks_to_read(seq_lens, *, shape: IndexerShape, shard: Shard, max_context:
     length = seq_lens.to(torch.int64).clamp(0, max_context)
     visible = (length + shape.block_size - 1) // shape.block_size
     last = torch.where(visible > shape.topk, visible - shape.local_blocks, 0)
-    block = torch.arange(shard.rank, width, shard.world, device=seq_lens.device)
+    block = torch.arange(shard.local_blocks(width), device=seq_lens.device) * shard.world + shard.rank
     request, index = torch.nonzero((block >= shape.init_blocks) & (block < last[:, None]), as_tuple=True)
     return request, block[index]

@@ -1,0 +1,224 @@
+"""Every kernel in Triton's interpreter through virtual ranks: the same cases as the eager backend and the GPUs."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from cases import CASES, SPREAD, check, scored_blocks
+from problems import assert_ids, build, fp64_scores, oracle, rows
+
+from m3cp import keys, reference
+from m3cp.decode import CPLocal, TPDecode
+from m3cp.kernels import candidates as candidates_op
+from m3cp.kernels import merge as merge_op
+from m3cp.kernels import score as score_op
+from m3cp.kernels import tile
+from m3cp.shapes import IndexerShape
+from m3cp.shard import Shard
+from m3cp.testing import select_virtual
+
+UNWRITTEN = 1e30
+
+
+def scores_of(problem, shard, *, programs=3, q=None, max_context=None, heads=None):
+    """The kernel's scores of a shard, `[tokens, heads, local blocks]`, UNWRITTEN where it stored nothing."""
+    shape = problem.shape
+    bound = max_context or problem.max_context
+    width = shard.local_blocks(shape.blocks(bound))
+    out = torch.full((problem.tokens, heads or shape.heads, max(1, width)), UNWRITTEN)
+    state = torch.zeros(4, dtype=torch.int64)
+    score_op.score(
+        problem.q if q is None else q, *problem.tensors[1:], shape=shape, shard=shard, query_len=problem.query_len, max_context=bound, out=out,
+        state=state, programs=programs,
+    )  # fmt: skip
+    return out[:, :, :width]
+
+
+def test_the_interpreter_is_on():
+    assert tile.INTERPRETED and not isinstance(score_op.score_kernel, triton.runtime.JITFunction)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cp_chooses_as_the_oracle(case):
+    check(case, path="cp", world=SPREAD[case.name])
+
+
+@pytest.mark.parametrize("case", CASES[::2], ids=str)
+def test_tp_chooses_as_the_oracle(case):
+    check(case, path="tp", world=min(SPREAD[case.name], case.shape.heads))
+
+
+@pytest.mark.parametrize(
+    "path, world", [("tp", 1), ("tp", 2), ("tp", 8), ("cp", 1), ("cp", 2), ("cp", 4), ("cp", 8), ("cp", 16)]
+)
+def test_every_world(path, world):
+    check(next(c for c in CASES if c.name == "topk 7"), path=path, world=world, queries="replicated")
+
+
+@pytest.mark.real_sort
+@pytest.mark.parametrize("topk, blocks, world", [(1, 3, 2), (5, 12, 4), (64, 70, 2)])
+def test_with_tritons_own_sort(topk, blocks, world):
+    shape = IndexerShape(heads=1, head_dim=64, block_size=64, topk=topk)
+    problem = build(shape, [64 * blocks - 3], kind="ties", seed=topk)
+    tp = TPDecode(shape, Shard(0, 1, 1), **problem.bounds())(*problem.tensors)
+    assert_ids(tp, oracle(problem), "tp")
+    assert_ids(select_virtual(*problem.tensors, shape=shape, world=world), oracle(problem), "cp")
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if len(c.lengths) < 6 and c.shape.topk < 33], ids=str)
+def test_scores_are_written_where_they_decide_and_nowhere_else(case):
+    world = SPREAD[case.name]
+    for rank in {0, world - 1}:
+        shard = Shard(rank, world, world)
+        got = scores_of(case.problem, shard)
+        needed = scored_blocks(case.problem, shard)[:, None, :].expand_as(got)
+        assert torch.equal(got != UNWRITTEN, needed)
+        expect = torch.from_numpy(fp64_scores(case.problem)[:, :, rank::world]).float()
+        assert torch.equal(got[needed], expect[needed])
+
+
+@pytest.mark.parametrize("kind", ["free", "ulp"])
+@pytest.mark.parametrize("heads, query_len", [(4, 1), (8, 3), (1, 2)])
+def test_scores_have_the_same_bits_whatever_ranks_and_grid(kind, heads, query_len):
+    shape = IndexerShape(heads=heads, topk=2, local_blocks=0)
+    problem = build(shape, [128 * 7, 128 * 4 + 77], query_len, kind=kind, seed=7)
+    whole = scores_of(problem, Shard(0, 1, heads))
+    for programs in (1, 7):
+        assert torch.equal(scores_of(problem, Shard(0, 1, heads), programs=programs), whole), f"{programs} programs"
+    for world in (2, 4, 8):
+        for rank in {0, world // 2, world - 1}:
+            part = scores_of(problem, Shard(rank, world, world))
+            expect = whole[:, :, rank::world]
+            assert torch.equal(part[:, :, : expect.shape[2]], expect), f"CP, rank {rank} of {world}"
+    for head in {0, heads - 1}:
+        alone = scores_of(problem, Shard(0, 1, heads), q=problem.q[:, head : head + 1].contiguous(), heads=1)
+        assert torch.equal(alone, whole[:, head : head + 1]), f"TP, head {head}"
+    assert_ids(
+        select_virtual(*problem.tensors, shape=shape, world=2 if heads > 1 else 1, query_len=query_len),
+        oracle(problem, whole.numpy()),
+    )
+
+
+def test_a_bound_eight_times_larger_changes_no_score():
+    shape = IndexerShape(topk=2)
+    problem = build(shape, [128 * 7 - 3, 128 * 4, 0], kind="free", max_context=128 * 64)
+    small, large = (scores_of(problem, Shard(1, 2, 4), max_context=bound) for bound in (128 * 8, 128 * 64))
+    assert torch.equal(small, large[:, :, : small.shape[2]]) and (large[:, :, small.shape[2] :] == UNWRITTEN).all()
+
+
+def test_gathered_queries_are_read_in_place_like_replicated_ones():
+    problem = build(IndexerShape(topk=2), [128 * 5, 128 * 4], 3, seed=5)
+    for world in (1, 2, 4, 8, 16):
+        ranks = [Shard(r, world, 4) for r in range(world)]
+        gathered = torch.stack([problem.heads(s.owned_heads) for s in ranks])
+        assert torch.equal(scores_of(problem, Shard(0, 2, 4), q=gathered), scores_of(problem, Shard(0, 2, 4)))
+
+
+def test_queries_may_be_a_slice_of_a_projection():
+    problem = build(IndexerShape(topk=2), [128 * 5], 2)
+    wide = torch.full((2, 12, 160), float("nan")).bfloat16()
+    wide[:, 3:7, 16:144] = problem.q
+    assert torch.equal(scores_of(problem, Shard(0, 1, 4), q=wide[:, 3:7, 16:144]), scores_of(problem, Shard(0, 1, 4)))
+
+
+def test_keys_have_the_same_bits_in_both_forms():
+    problem = build(
+        IndexerShape(heads=2, topk=5, init_blocks=1, local_blocks=2),
+        [128 * 14 + 3, 128 * 4, 0, 128 * 9],
+        2,
+        kind="special",
+    )
+    for world in (1, 2, 4):
+        for rank in range(world):
+            shard = Shard(rank, world, world)
+            bounds = dict(shape=problem.shape, shard=shard, query_len=2, max_context=problem.max_context)
+            scores = reference.score(*problem.tensors, **bounds)
+            expect = reference.candidates(scores, problem.seq_lens, **bounds)
+            got = torch.full_like(expect, -5)
+            candidates_op.candidates(scores.contiguous(), problem.seq_lens, tokens=problem.tokens, out=got, **bounds)
+            # Order within a row (best first) and every bit, but for the codes of rows that choose all they see.
+            few = torch.tensor([0 < n <= 128 * 5 for n in rows(problem)])
+            assert torch.equal(keys.block_of(got).sort(2).values, keys.block_of(expect).sort(2).values)
+            assert torch.equal(got[:, ~few], expect[:, ~few])
+
+
+def test_merge_reads_strided_ranks():
+    g = torch.Generator().manual_seed(3)
+    shape = IndexerShape(heads=4, topk=6)
+    code = torch.randint(0, 2**32, (5, 4, 3, 6), generator=g)
+    block = torch.arange(5 * 6).view(5, 1, 1, 6).expand(5, 4, 3, 6)
+    made = keys.encode(code, block, torch.tensor(10**6), 0, 0)
+    made[:, 1, 2] = keys.EMPTY
+    made[0, 3, 0, 2] = keys.EMPTY
+    wide = torch.full((5, 2, 4, 3, 6), 2**62)
+    wide[:, 0] = made
+    for owned in (range(4), range(1, 3), range(3, 4)):
+        out = torch.full((len(owned), 3, 6), -5, dtype=torch.int32)
+        merge_op.merge(wide[:, 0], shape=shape, owned=owned, out=out)
+        assert torch.equal(out, reference.merge(made, shape=shape, owned=owned))
+
+
+def test_an_object_keeps_nothing_of_its_last_call():
+    shape = IndexerShape(topk=4)
+    long, short = (
+        build(shape, [128 * 12, 128 * 11], 2, seed=1),
+        build(shape, [128 * 2], 1, seed=2, max_context=128 * 12),
+    )
+    cp = CPLocal(shape, Shard(0, 1, 4), **long.bounds())
+    for problem in (long, short, long):
+        assert_ids(cp(*problem.tensors, query_len=problem.query_len), oracle(problem))
+
+
+def test_lengths_beyond_the_bound_reach_the_error_word():
+    shape = IndexerShape(topk=2)
+    problem = build(shape, [128 * 5, 128 * 6 + 1, 7], max_context=128 * 6)
+    fine = build(shape, [128 * 5, 128 * 6, 7], max_context=128 * 6)
+    for made in (TPDecode(shape, Shard(0, 1, 4), **fine.bounds()), CPLocal(shape, Shard(0, 1, 4), **fine.bounds())):
+        made(*fine.tensors)
+        made.check()
+        ids = made(*problem.tensors)
+        assert_ids(ids, oracle(problem))
+        assert (ids[:, 1] == -1).all()
+        made(*fine.tensors)
+        with pytest.raises(RuntimeError, match="a sequence length exceeds max_context, found by rank 0 .launch 2 of 3"):
+            made.check()
+
+
+@triton.jit
+def _dot_kernel(a_ptr, b_ptr, out_ptr):
+    o = tl.arange(0, 16)
+    at = o[:, None] * 16 + o[None, :]
+    tl.store(out_ptr + at, tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at)))
+
+
+def test_the_interpreters_bf16_dot_is_still_wrong():
+    """When this fails, `UPCAST` in `kernels/tile.py` is no longer needed."""
+    a, b = torch.eye(16, dtype=torch.bfloat16), torch.full((16, 16), 0.5, dtype=torch.bfloat16)
+    out = torch.zeros(16, 16)
+    _dot_kernel[(1,)](a, b, out)
+    assert not torch.equal(out, (a.float() @ b.float())), "Triton's interpreter computes bf16 dots: remove UPCAST"
+
+
+@triton.jit
+def _keys_kernel(score_ptr, block_ptr, code_ptr, key_ptr, back_ptr, visible, init, local, N: tl.constexpr):
+    o = tl.arange(0, N)
+    code = keys.order_code_jit(tl.load(score_ptr + o))
+    key = keys.encode_jit(code.to(tl.int64), tl.load(block_ptr + o), visible, init, local)
+    tl.store(code_ptr + o, code.to(tl.int64))
+    tl.store(key_ptr + o, key)
+    tl.store(back_ptr + o, keys.block_of_jit(key))
+
+
+@pytest.mark.parametrize("visible, init, local", [(100, 0, 0), (100, 3, 5), (2**24, 1, 2), (2**25, 40, 40), (1, 1, 1)])
+def test_keys_jit_and_torch_give_the_same_bits(visible, init, local):
+    g = torch.Generator().manual_seed(visible)
+    inf = float("inf")
+    special = torch.tensor([0.0, -0.0, inf, -inf, 1e-45, -1e-45, 3.4028234663852886e38, -3.4028234663852886e38])
+    score = torch.cat([special, torch.randn(120, generator=g) * 10.0 ** torch.randint(-30, 30, (120,), generator=g)])
+    block = torch.randint(0, min(2**31 - 1, visible + visible // 4 + 1), (128,), generator=g).int()
+    block[:4] = torch.tensor([0, visible - 1, visible, min(visible + 1, 2**25)]).int()
+    code, key, back = (torch.zeros(128, dtype=d) for d in (torch.int64, torch.int64, torch.int32))
+    _keys_kernel[(1,)](score, block, code, key, back, visible, init, local, N=128)
+    assert torch.equal(code, keys.order_code(score))
+    expect = keys.encode(keys.order_code(score), block.long(), torch.tensor(visible), init, local)
+    assert torch.equal(key, expect) and torch.equal(back.long(), keys.block_of(expect))

@@ -1,0 +1,237 @@
+"""Seeded decode problems with garbage wherever nothing may read, and an oracle that shares no code with the package."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from m3cp.shapes import IndexerShape
+
+GARBAGE_PAGES = (1 << 20, -7, 2**31 - 1, -(2**31))  # in the table, where no row may look
+HUGE_LENGTH = 2**31 - 1  # stands before and behind `seq_lens`: a read past its ends is a length beyond any bound
+POISON = 0x7F  # bytes of fresh memory: a huge score, a key above every other, a block id of two thousand million
+
+_empty = torch.empty
+
+
+def poison_fresh_memory(byte: int = POISON) -> None:
+    """From now on `torch.empty` returns memory full of `byte`, so that nothing passes by luck."""
+
+    def empty(*args, **kwargs):
+        made = _empty(*args, **kwargs)
+        if made.numel() and made.is_contiguous() and made.device.type != "meta":
+            made.view(-1).view(torch.uint8).fill_(byte)
+        return made
+
+    torch.empty = empty
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Arguments of one decode step; `q` has all heads."""
+
+    shape: IndexerShape
+    query_len: int
+    max_context: int
+    q: torch.Tensor
+    cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.q, self.cache, self.block_table, self.seq_lens
+
+    @property
+    def tokens(self) -> int:
+        return self.q.shape[0]
+
+    def to(self, device) -> Problem:
+        """The same problem elsewhere, strides and surrounding garbage included."""
+        moved = {name: _move(getattr(self, name), device) for name in ("q", "cache", "block_table", "seq_lens")}
+        return dataclasses.replace(self, **moved)
+
+    def heads(self, owned: range) -> torch.Tensor:
+        """Queries of some heads, as a rank is given them."""
+        return self.q[:, owned.start : owned.stop].contiguous()
+
+    def bounds(self, **changes) -> dict:
+        """Constructor arguments that just fit this problem."""
+        bounds = dict(
+            max_requests=max(1, self.seq_lens.numel()), max_query_len=self.query_len, max_context=self.max_context,
+            device=self.q.device, cache_dtype=self.cache.dtype,
+        )  # fmt: skip
+        return bounds | changes
+
+
+def build(
+    shape: IndexerShape = IndexerShape(),
+    lengths=(700,),
+    query_len: int = 1,
+    *,
+    kind: str = "exact",
+    dtype: torch.dtype = torch.bfloat16,
+    max_context: int | None = None,
+    bad_pages: int = 0,
+    page_slots: int = 2,
+    seed: int = 0,
+) -> Problem:
+    """A problem on the CPU.
+
+    Args:
+        kind: "exact": multiples of 1/8 in [-2, 2], summable exactly in any order. "ties": few distinct scores, zeros of
+            both signs. "special": exact, with infinities and NaN among the visible keys. "free": normal deviates.
+            "ulp": block scores a few units in the last place apart, so that another order of summation shows.
+        max_context: the bound; the longest length when None.
+        bad_pages: visible blocks (from every request's second on) whose table entry names no page.
+        page_slots: pages of this many blocks' size, of which the cache is the first: the page stride.
+    """
+    g = torch.Generator().manual_seed(seed)
+    lengths = [int(n) for n in lengths]
+    requests, tokens = len(lengths), len(lengths) * query_len
+    max_context = max_context or max([*lengths, 1])
+    width = shape.blocks(max_context)
+    visible = [min(width, shape.blocks(n)) for n in lengths]
+    q = _values(kind, (tokens, shape.heads, shape.head_dim), g, query=True).to(dtype)
+    pages = sum(visible) + 3
+    order = torch.randperm(pages, generator=g)
+    buffer = torch.full((pages, page_slots, shape.block_size, shape.head_dim), float("nan")).to(dtype)
+    table = (
+        torch.tensor(GARBAGE_PAGES, dtype=torch.int64)
+        .repeat(requests * (width + 1))[: requests * (width + 1)]
+        .reshape(requests, width + 1)
+    )
+    keys = _values(kind, (sum(visible), shape.block_size, shape.head_dim), g, query=False).to(dtype)
+    if kind == "ulp":
+        keys[:, :, :-1] = keys[:1, :1, :-1]  # every key is the same but for the lane that adds units in the last place
+    used = 0
+    for r, (n, blocks) in enumerate(zip(lengths, visible, strict=True)):
+        mine = order[used : used + blocks]
+        table[r, :blocks] = mine
+        buffer[mine, 0] = keys[used : used + blocks]
+        if blocks and n < blocks * shape.block_size:
+            buffer[mine[-1], 0, n % shape.block_size :] = float("nan")
+        if blocks > 1 and bad_pages:
+            at = 1 + torch.randperm(blocks - 1, generator=g)[:bad_pages]
+            table[r, at] = torch.tensor([pages, -1, 2**31 - 1, pages + 7]).repeat(bad_pages)[: at.numel()]
+        used += blocks
+    around = torch.full((requests + 8,), HUGE_LENGTH, dtype=torch.int32)
+    around[4 : 4 + requests] = torch.tensor(lengths, dtype=torch.int32)
+    # The table is a slice of a wider one; lengths stand between lengths that would be errors.
+    return Problem(
+        shape, query_len, max_context, q, buffer[:, 0], table.to(torch.int32)[:, :width], around[4 : 4 + requests]
+    )
+
+
+def oracle(problem: Problem, scores: np.ndarray | None = None) -> torch.Tensor:
+    """The right choice, `[heads, tokens, topk]` int32, by fp64 dots and a sort in plain Python.
+
+    Args:
+        scores: `[tokens, heads, blocks]`: rank by these instead.
+    """
+    shape = problem.shape
+    out = np.full((shape.heads, problem.tokens, shape.topk), -1, dtype=np.int32)
+    own = fp64_scores(problem) if scores is None else scores
+    for token, n in enumerate(rows(problem)):
+        visible = -(-n // shape.block_size)
+        for head in range(shape.heads):
+            chosen = choose(own[token, head], visible, shape)
+            out[head, token, : len(chosen)] = chosen
+    return torch.from_numpy(out)
+
+
+def choose(score, visible: int, shape: IndexerShape) -> list[int]:
+    """Selection of one row, straight from the contract's words."""
+    init = [b for b in range(visible) if b < shape.init_blocks]
+    local = [b for b in range(visible) if b >= visible - shape.local_blocks and b >= shape.init_blocks]
+    forced = init + local
+    if visible <= shape.topk:
+        return list(range(visible))
+    rest = sorted(set(range(visible)) - set(forced), key=lambda b: (-float(score[b]), b))
+    return sorted((forced + rest)[: shape.topk])
+
+
+def rows(problem: Problem) -> list[int]:
+    """Tokens that each row sees, 0 for rows that choose nothing."""
+    seen = []
+    for length in problem.seq_lens.tolist():
+        for j in range(problem.query_len):
+            n = length - problem.query_len + j + 1
+            seen.append(n if 0 < n <= problem.max_context else 0)
+    return seen
+
+
+def fp64_scores(problem: Problem, margins: bool = False):
+    """`[tokens, heads, blocks]` fp64 block scores; -inf where nothing counts. A NaN dot counts as -inf.
+
+    With `margins`, also the sum of |q k| at the maximum, which bounds the rounding of an fp32 dot.
+    """
+    shape, block = problem.shape, problem.shape.block_size
+    width = problem.block_table.shape[1]
+    out = np.full((problem.tokens, shape.heads, width), -np.inf)
+    margin = np.zeros_like(out)
+    q, table = problem.q.double().numpy(), problem.block_table.numpy()
+    for token, n in enumerate(rows(problem)):
+        for b in range(-(-n // block)):
+            page = table[token // problem.query_len, b]
+            if not 0 <= page < problem.cache.shape[0]:
+                continue
+            k = problem.cache[page][: n - b * block].double().numpy()
+            with np.errstate(invalid="ignore"):
+                dots = k @ q[token].T  # [positions, heads]
+                sizes = np.abs(k) @ np.abs(q[token].T)
+            dots = np.where(np.isnan(dots), -np.inf, dots)
+            out[token, :, b] = dots.max(0)
+            margin[token, :, b] = sizes.max(0)
+    return (out, margin) if margins else out
+
+
+def assert_ids(got: torch.Tensor, expect: torch.Tensor, what: str = "") -> None:
+    """Ids equal, with the first row that differs in the message; and rows are ascending, distinct, -1 padded."""
+    got = got.cpu()
+    assert got.dtype == torch.int32 and got.shape == expect.shape, (
+        f"{what}: {got.dtype} {tuple(got.shape)}, expected {tuple(expect.shape)}"
+    )
+    if not torch.equal(got, expect):
+        bad = (got != expect).any(-1).nonzero()
+        head, token = bad[0].tolist()
+        raise AssertionError(
+            f"{what}: {len(bad)} of {got.shape[0] * got.shape[1]} rows differ; head {head}, token {token}: "
+            f"{got[head, token].tolist()}, expected {expect[head, token].tolist()}"
+        )
+
+
+def _values(kind: str, size, g: torch.Generator, query: bool) -> torch.Tensor:
+    if kind in ("exact", "special"):
+        values = torch.randint(-16, 17, size, generator=g) / 8
+        if kind == "special" and not query:
+            # About one key in sixty holds one value that is not finite, and every fifth block nothing but NaN.
+            where = torch.rand(size, generator=g) < 1 / (60 * size[-1])
+            odd = torch.tensor([float("inf"), float("-inf"), float("nan")])[torch.randint(0, 3, size, generator=g)]
+            values = torch.where(where, odd, values)
+            values[4::5] = float("nan")
+        return values
+    if kind == "ties":
+        if query:
+            lanes = torch.zeros(size)
+            lanes[..., :2] = torch.tensor([1.0, 0.5])
+            return lanes
+        values = torch.tensor([-0.0, 0.0, 0.25])[torch.randint(0, 3, size, generator=g)]
+        values[torch.rand(size[0], generator=g) < 0.7] = -0.0  # most blocks score zero, of either sign
+        return torch.where(torch.rand(size[0], generator=g)[:, None, None] < 0.2, -values.abs() - 0.25, values)
+    values = torch.randn(size, generator=g)
+    if kind == "ulp":
+        values[..., -1] = 2.0**-11 if query else torch.randint(0, 256, size[:-1], generator=g) * 2.0**-13
+    elif kind != "free":
+        raise ValueError(f"kind={kind!r}: must be exact, ties, special, free or ulp")
+    return values
+
+
+def _move(value: torch.Tensor, device) -> torch.Tensor:
+    whole = value.new_empty(0).set_(
+        value.untyped_storage(), 0, (value.untyped_storage().nbytes() // value.element_size(),)
+    )
+    return whole.to(device).as_strided(value.shape, value.stride(), value.storage_offset())
