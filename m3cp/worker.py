@@ -202,17 +202,18 @@ class Place:
         for _ in range(timing.HOLD_READS):
             self.evict()
 
-    def quick_us(self, call: Callable[[], Any], repeats: int) -> float:
-        """Median microseconds of one call on this rank alone: for choices and probes, not for rows."""
-        samples = []
+    def samples_us(self, call: Callable[[], Any], repeats: int) -> list[float]:
+        """Microseconds of single calls on this rank alone."""
         if not self.on_gpu:
-            for _ in range(repeats):
-                samples += timing.timed_calls([call], align=lambda: None)()
-            return timing.median(samples)
-        timer = timing.DeviceTimer()
-        for _ in range(repeats):
-            samples += timing.timed_replays(call, calls=1, replays=1, align=lambda: None, hold=self.hold, timer=timer)()
-        return timing.median(samples)
+            once = timing.timed_calls([call], align=lambda: None)
+        else:
+            timer = timing.DeviceTimer()
+            once = timing.timed_replays(call, calls=1, replays=1, align=lambda: None, hold=self.hold, timer=timer)
+        return timing.measure({"call": once}, repeats)["call"]
+
+    def quick_us(self, call: Callable[[], Any], repeats: int) -> float:
+        """Median of `samples_us`: for choices and probes, not for rows."""
+        return timing.median(self.samples_us(call, repeats))
 
 
 def join(job: dict[str, Any]) -> Place:
@@ -634,7 +635,6 @@ class Sweep:
                 arms[point] = self.ready(point, problem, plan, expected)
             except Failed as error:
                 rows[point] = self.failed(point, str(error))
-            gc.collect()
         together(lambda: refuse_same_path(list(arms.values())))
         if arms:
             timed = self.timed(list(arms.values()), plan, graphs)
