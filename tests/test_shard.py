@@ -50,3 +50,19 @@ def test_worlds_that_do_not_fit_are_refused_by_name(world):
 def test_ranks_outside_the_world_are_refused(rank):
     with pytest.raises(ValueError, match=f"rank={rank}"):
         Shard(rank, 4, 4)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("world", [1, 2, 4, 8, 16])
+def test_heads_are_owned_in_runs_and_replicas_share(heads, world):
+    shards = [Shard(rank, world, heads) for rank in range(world)]
+    owners = {h: [s.rank for s in shards if h in s.owned_heads] for h in range(heads)}
+    assert all(len(s.owned_heads) == s.local_heads for s in shards)
+    assert all(len(ranks) == shards[0].replicas for ranks in owners.values())
+    assert sorted(h for s in shards for h in s.owned_heads) == sorted(list(range(heads)) * shards[0].replicas)
+    for rank in range(world):
+        assert list(shards[rank].owned_heads) == (
+            [rank // (world // heads)]
+            if world >= heads
+            else list(range(heads))[rank * heads // world :][: heads // world]
+        )
