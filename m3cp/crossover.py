@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from m3cp.fit import TWO_TERMS, CostModel, try_fit
+from m3cp.fit import PEER_US, TWO_TERMS, CostModel, assume, try_fit
 from m3cp.frames import groups, missing, require_same, split, timed
 from m3cp.shapes import require
 
@@ -504,3 +505,68 @@ def sentence(pair: Any, layers: int = SPARSE_LAYERS) -> str:
         f"{where}: {word}. TP takes {pair['tp_us']:.4g} µs and CP {pair['cp_us']:.4g} µs a layer, TP / CP = {pair['ratio']:.2f} "
         f"(95% {pair['ratio_low']:.2f} to {pair['ratio_high']:.2f}); over {layers} sparse layers CP changes a step by {-gain:+.3g} ms."
     )
+
+
+def arm_frames(comparison: Comparison) -> tuple[Any, Any]:
+    """The rows of a comparison by arm: (baseline, CP), of the cache state that most of them have."""
+    rows = comparison.frame
+    state = rows[rows["bytes_read"] > 0]["cache_state"].value_counts().idxmax()
+    rows = rows[rows["cache_state"] == state]
+    base = rows["arm"] == BASELINE[comparison.pairs["arm"].iloc[0]]
+    return rows[base], rows[~base]
+
+
+def shifted(model: CostModel, term: str, add: float = 0.0, times: float = 1.0) -> CostModel:
+    """A model with one term changed: `times` the estimate plus `add`, not below 0; for what-if questions.
+
+    Raises:
+        ValueError: a term the model does not have.
+    """
+    require("term", term, term in model.terms, f"one of {', '.join(model.terms)}")
+    values = model.fit.values.copy()
+    i = model.terms.index(term)
+    values[i] = max(0.0, float(np.nan_to_num(values[i])) * times + add)
+    return dataclasses.replace(model, fit=dataclasses.replace(model.fit, values=values))
+
+
+def movers(tp: CostModel, cp: CostModel, batch: int) -> list[str]:
+    """What moves break-even over context at one batch, in plain words; best estimates, without bands.
+
+    Args:
+        tp, cp: fitted models of one comparison.
+        batch: requests.
+    """
+
+    def at(a: CostModel, z: CostModel, **changes: Any) -> str:
+        answer = break_even_model(a, z, [batch], draws=20, **changes)[0]
+        return f"{tokens_about(answer.value)} tokens" if answer.value else f"'{answer.answer}'"
+
+    now, lines = at(tp, cp), []
+
+    def say(what: str, then: str, note: str = "") -> None:
+        move = (
+            f"moves break-even at batch {batch} from {now} to {then}"
+            if then != now
+            else f"leaves break-even at batch {batch} at {now}"
+        )
+        lines.append(f"{what} {move}{note}")
+
+    say("one microsecond off the exchange", at(tp, shifted(cp, "launch", add=-1.0)))
+    say("one microsecond more for the exchange", at(tp, shifted(cp, "launch", add=1.0)))
+    faster = [shifted(m, "bytes", times=1 / 1.1) for m in (tp, cp)]
+    say("a tenth more bandwidth", at(*faster))
+    if cp.template.dtype in ("bf16", "fp16"):
+        say("an fp8 cache", at(tp, cp, dtype="fp8_e4m3fn"), " (assuming that time follows bytes)")
+    if "rows" in cp.terms and not math.isnan(cp.fit.value("rows")):
+        say("verifying 4 tokens a request", at(tp, cp, query_len=4), " (from the cost of a row)")
+    heads = cp.template.shape.heads
+    world = 2 * cp.template.world
+    if heads % world == 0 or world % heads == 0:
+        prior = PEER_US[cp.template.exchange or "collective"]
+        wide = assume(cp, {"peers": prior}) if "peers" in cp.fit.unidentified else cp
+        say(
+            f"P = {world}",
+            at(tp, wide, world=world),
+            f" (bytes known; {prior.mean:g} ± {prior.deviation:g} us a further peer assumed)",
+        )
+    return lines

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ MEANING = {
     "sent": "bytes sent to the peers",
 }
 
-RAMP_MB = tuple(2.5 * 2.0**i for i in range(7))  # 2.5 to 160 MB: where half of the ramp has been paid
+RAMP_MB = tuple(2.5 * 2.0**i for i in range(5))  # 2.5 to 40 MB: where half of the ramp has been paid
 
 
 @functools.lru_cache(maxsize=65_536)
@@ -113,14 +113,47 @@ def resident_share(cache_state: str, footprint_over_llc: float | None) -> float:
     return 1.0 if missing(footprint_over_llc) or not footprint_over_llc else min(1.0, 1.0 / footprint_over_llc)
 
 
+@functools.lru_cache(maxsize=65_536)
+def _moved(template: Point, context_tokens: int, batch: int, changes: tuple[tuple[str, Any], ...]) -> Point:
+    """A Point like `template` at another context and batch; its bound grows and its shared prefix shrinks as needed."""
+    bound = max(template.max_context, context_tokens)
+    shared = min(template.shared_prefix_tokens, context_tokens)
+    given = {"max_context": bound, "shared_prefix_tokens": shared, **dict(changes)}
+    return dataclasses.replace(template, context_tokens=context_tokens, batch=batch, **given)
+
+
 @dataclass(frozen=True)
 class Prediction:
-    """Microseconds with a 95% interval; `extrapolated` names what lies outside the fitted range, "" if nothing."""
+    """Microseconds with a 95% interval.
+
+    Args:
+        us, low_us, high_us: the estimate and the interval of a new measurement there.
+        extrapolated: what lies outside the fitted range, in words; "" if nothing does.
+        assumed: what rests on a stated prior and not on rows, in words; "" if nothing does.
+    """
 
     us: float
     low_us: float
     high_us: float
     extrapolated: str = ""
+    assumed: str = ""
+
+
+@dataclass(frozen=True)
+class Prior:
+    """A value that is assumed and not measured: mean and standard deviation in the term's unit, and why."""
+
+    mean: float
+    deviation: float
+    why: str
+
+
+# What one more peer costs an exchange where no row tells: a store and a poll over the link for peers' memory, a
+# protocol step for a collective. Nobody measured these here; the deviations say so.
+PEER_US = {
+    "symmetric": Prior(0.3, 0.3, "one more store and poll over the link"),
+    "collective": Prior(1.0, 1.0, "one more step of a collective's protocol"),
+}
 
 
 @dataclass(frozen=True)
@@ -138,7 +171,8 @@ class CostModel:
         range: {"context_tokens": (low, high), "batch": ..., "mb": ...} of the fitted rows.
         worlds, mixes: present in the fitted rows.
         unread: rows left out because they read no key.
-        structure: what is left in the residuals, in words.
+        assumed: {term: the prior it rests on}.
+        sizes_mb: megabytes read in each fitted row, in the order of the residuals.
     """
 
     label: dict[str, Any]
@@ -152,7 +186,13 @@ class CostModel:
     worlds: tuple[int, ...]
     mixes: tuple[str, ...]
     unread: int = 0
-    structure: str = ""
+    sizes_mb: np.ndarray = field(default_factory=lambda: np.empty(0), repr=False, compare=False)
+    assumed: dict[str, Prior] = field(default_factory=dict)
+
+    @functools.cached_property
+    def structure(self) -> str:
+        """What is left in the residuals along the size, in words; "" when nothing stands out."""
+        return structure(self.fit, self.sizes_mb)
 
     @property
     def arm(self) -> str:
@@ -161,16 +201,7 @@ class CostModel:
 
     def point(self, context_tokens: int, batch: int, **changes: Any) -> Point:
         """A Point of this model's kind at another context and batch."""
-        bound = max(self.template.max_context, context_tokens)
-        shared = min(self.template.shared_prefix_tokens, context_tokens)
-        return dataclasses.replace(
-            self.template,
-            context_tokens=context_tokens,
-            batch=batch,
-            max_context=bound,
-            shared_prefix_tokens=shared,
-            **changes,
-        )
+        return _moved(self.template, context_tokens, batch, tuple(changes.items()))
 
     def row(self, point: Point) -> np.ndarray:
         """The design row of a Point: what the estimates multiply, `[terms]`."""
@@ -188,9 +219,14 @@ class CostModel:
 
         row = self.row(point)
         us = float(row @ self.fit.usable)
+        rests = [name for name in self.assumed if row[self.terms.index(name)] != 0]
+        assumed = "; ".join(
+            f"{name} assumed {self.assumed[name].mean:g} ± {self.assumed[name].deviation:g} {UNITS[name]} ({self.assumed[name].why})"
+            for name in rests
+        )
         t = stats.t.ppf(0.975, self.fit.freedom) if self.fit.freedom > 0 else stats.norm.ppf(0.975)
         half = t * math.sqrt(max(0.0, float(row @ self.fit.covariance @ row)) + (self.fit.spread * us) ** 2)
-        return Prediction(us, max(0.0, us - half), us + half, self.outside(point))
+        return Prediction(us, max(0.0, us - half), us + half, self.outside(point), assumed)
 
     def outside(self, point: Point) -> str:
         """What of a Point lies outside the fitted rows, in words; "" when nothing does."""
@@ -222,6 +258,11 @@ class CostModel:
         lines = []
         for i, name in enumerate(self.fit.names):
             note = self.fit.unidentified.get(name, "")
+            if name in self.assumed:
+                lines.append({"term": name, "meaning": MEANING[name], "value": self.assumed[name].mean, "low": 0.0,
+                              "high": self.assumed[name].mean + 2 * self.assumed[name].deviation, "unit": UNITS[name],
+                              "note": f"assumed: {self.assumed[name].why}"})  # fmt: skip
+                continue
             lines.append(
                 {
                     "term": name, "meaning": MEANING[name], "value": float(self.fit.values[i]), "low": float(self.fit.low[i]),
@@ -229,6 +270,31 @@ class CostModel:
                 }
             )  # fmt: skip
         return lines
+
+
+def assume(model: CostModel, priors: dict[str, Prior]) -> CostModel:
+    """A model in which terms that the data did not identify rest on stated priors, with their uncertainty.
+
+    Args:
+        model: fitted with the terms in question.
+        priors: {term: prior}; `{"peers": PEER_US["symmetric"]}` is what another number of ranks needs.
+
+    Raises:
+        ValueError: a term the model does not have, or one that the data do identify.
+    """
+    values, covariance, drawn = model.fit.values.copy(), model.fit.covariance.copy(), dict(model.fit.deviations)
+    unidentified = dict(model.fit.unidentified)
+    for name, prior in priors.items():
+        if name not in model.terms or name not in unidentified:
+            known = ", ".join(unidentified) or "none"
+            raise ValueError(f"priors={name!r}: only terms that the data do not identify can be assumed ({known})")
+        i = model.terms.index(name)
+        values[i], covariance[i, i], drawn[name] = prior.mean, prior.deviation**2, prior.deviation
+        del unidentified[name]
+    fit = dataclasses.replace(
+        model.fit, values=values, covariance=covariance, unidentified=unidentified, deviations=drawn
+    )
+    return dataclasses.replace(model, fit=fit, assumed={**model.assumed, **priors})
 
 
 def fit_model(frame, terms: Sequence[str] = TWO_TERMS, vary: Sequence[str] = ()) -> CostModel:
@@ -259,16 +325,28 @@ def fit_model(frame, terms: Sequence[str] = TWO_TERMS, vary: Sequence[str] = ())
     shares = [resident_share(state, over) for state, over in zip(states, overs, strict=True)]
     noise = measurement_noise(rows)
     order = [name for name in ALL_TERMS if name in terms]
-    best: tuple[float, Fit] | None = None
-    for ramp_mb in RAMP_MB if "ramp" in terms else RAMP_MB[:1]:
-        design = [features(p, share, ramp_mb) for p, share in zip(points, shares, strict=True)]
-        columns = {name: np.array([line[name] for line in design]) for name in order}
-        found = solve(columns, times, noise=noise)
-        loss = float(np.sum(found.residuals**2))
-        if best is None or loss < best[0] * (1 - 1e-9):
-            best, chosen = (loss, found), ramp_mb
-    found = best[1]
+    columns = {name: np.empty(len(points)) for name in order}
+    for i, (point, share) in enumerate(zip(points, shares, strict=True)):
+        for name, value in features(point, share, RAMP_MB[0]).items():
+            if name in columns:
+                columns[name][i] = value
     read = np.array([_amounts(p)[0] for p in points])
+    most = max(2, len(points) // 2)  # a parameter for every two rows, so that residuals say something
+    best: tuple[float, Fit] | None = None
+    orders = [order]
+    if {"ramp", "depth"} <= set(order) and most < len(order):  # too few rows for both: the better one comes first
+        swap = {"ramp": "depth", "depth": "ramp"}
+        orders.append([swap.get(name, name) for name in order])
+    for names in orders:
+        for ramp_mb in RAMP_MB if "ramp" in terms else RAMP_MB[:1]:
+            if "ramp" in terms:
+                columns["ramp"] = read / (read + ramp_mb)
+            fitted = {name: columns[name] for name in names}
+            found = solve(fitted, times, noise=noise, most=most, chosen=int("ramp" in terms))
+            loss = float(np.sum(found.residuals**2))
+            if best is None or loss < best[0] * (1 - 1e-9):
+                best, chosen, order = (loss, found), ramp_mb, names
+    found = best[1]
     sizes = [
         d * max(c, 1) / over
         for d, c, over, state in zip(rows["distinct_bytes_read"], rows["caches"], overs, states, strict=True)
@@ -285,7 +363,7 @@ def fit_model(frame, terms: Sequence[str] = TWO_TERMS, vary: Sequence[str] = ())
             "batch": (float(rows["batch"].min()), float(rows["batch"].max())),
             "mb": (float(read.min()), float(read.max())),
         },
-        tuple(sorted({int(w) for w in rows["world"]})), tuple(sorted(set(rows["mix"]))), unread, structure(found, read),
+        tuple(sorted({int(w) for w in rows["world"]})), tuple(sorted(set(rows["mix"]))), unread, read,
     )  # fmt: skip
 
 

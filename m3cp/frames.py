@@ -222,12 +222,13 @@ def measurement_noise(rows) -> float:
     within = []
     for samples in rows["samples_us"]:
         if len(samples) > 2:
-            low, middle, high = np.percentile(samples, [25, 50, 75])
-            within.append(1.2533 * (high - low) / 1.349 / middle / math.sqrt(len(samples)))
-    between = [
-        float(group["median_us"].std(ddof=1) / group["median_us"].mean())
-        for _, group in rows.groupby([str(p) for p in rows["point"]], sort=False)
-        if len(group) > 1
-    ]
+            ordered = sorted(samples)
+            quarter = len(ordered) // 4
+            spread = ordered[-1 - quarter] - ordered[quarter]
+            within.append(1.2533 * spread / 1.349 / ordered[len(ordered) // 2] / math.sqrt(len(ordered)))
+    repeats: dict[Point, list[float]] = {}
+    for point, median_us in zip(rows["point"], rows["median_us"], strict=True):
+        repeats.setdefault(point, []).append(median_us)
+    between = [float(np.std(v, ddof=1) / np.mean(v)) for v in repeats.values() if len(v) > 1]
     pooled = [math.sqrt(float(np.mean(np.square(v)))) for v in (within, between) if v]
     return max(pooled, default=0.0)

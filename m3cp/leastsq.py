@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,6 +33,7 @@ class Fit:
         worst: largest |residual|.
         drawn: matrix that turns weighted residuals into shifts of `values`, for the bootstrap.
         leverage: of each observation.
+        deviations: {name: standard deviation} of values that are assumed and not fitted.
     """
 
     names: tuple[str, ...]
@@ -49,6 +50,7 @@ class Fit:
     worst: float
     drawn: np.ndarray
     leverage: np.ndarray
+    deviations: dict[str, float] = field(default_factory=dict)
 
     def value(self, name: str) -> float:
         """The estimate of a named column; NaN when it is not identified."""
@@ -82,7 +84,11 @@ class Fit:
             pool = pool * (self.spread / max(float(np.sqrt(np.mean(pool**2))), 1e-300)) if np.any(pool) else pool
             noise = rng.choice(pool, (count, n))
             noise *= stats.t.ppf(0.975, self.freedom) / stats.norm.ppf(0.975)
-        return self.usable + noise @ self.drawn.T
+        values = self.usable + noise @ self.drawn.T
+        for name, deviation in self.deviations.items():
+            i = self.names.index(name)
+            values[:, i] = np.abs(self.values[i] + deviation * rng.standard_normal(count))
+        return values
 
 
 def solve(
@@ -91,6 +97,8 @@ def solve(
     relative: bool = True,
     nonnegative: bool = True,
     noise: float = 0.0,
+    most: int | None = None,
+    chosen: int = 0,
 ) -> Fit:
     """Fit `observed = sum of value * column` with scaled columns, identifiability, and 95% intervals.
 
@@ -104,6 +112,8 @@ def solve(
         nonnegative: costs can't be negative; False for a general linear fit.
         noise: known (relative) standard deviation of an observation; the spread is at least this. It is the only
             source of uncertainty when there are no more observations than parameters.
+        most: parameters to fit at most; later columns are reported as not identified. None: as many as observations.
+        chosen: parameters chosen outside of this fit, such as a shape; they cost degrees of freedom.
 
     Raises:
         ValueError: no observation, lengths that differ, values that are not finite, or nothing identified.
@@ -125,7 +135,7 @@ def solve(
     scale = np.abs(design).max(axis=0, initial=0.0)
     scaled = design / np.where(scale > 0, scale, 1.0)
     weight = 1.0 / y if relative else np.ones_like(y)
-    kept, unidentified = _identified(scaled * weight[:, None], names)
+    kept, unidentified = _identified(scaled * weight[:, None], names, min(len(y), most or len(y)))
     if not kept:
         raise ValueError(f"columns={names}: the data identify none of them ({unidentified})")
 
@@ -147,13 +157,13 @@ def solve(
     weighted = b - a @ best
     active = best != 0 if nonnegative else np.ones(len(kept), bool)
     active = active if active.any() else np.ones(len(kept), bool)
-    freedom = len(y) - int(active.sum())
+    freedom = max(0, len(y) - int(active.sum()) - chosen)
     spread = max(math.sqrt(float(weighted @ weighted) / freedom) if freedom > 0 else 0.0, noise)
 
     # Intervals come from the fit without bounds: it covers a true value of 0, and one-sided after clipping.
     free = np.linalg.lstsq(a, b, rcond=None)[0]
     inverse = np.linalg.pinv(a.T @ a)
-    left = len(y) - len(kept)
+    left = max(0, len(y) - len(kept) - chosen)
     miss = b - a @ free
     sigma = max(math.sqrt(float(miss @ miss) / left) if left > 0 else 0.0, noise)
     half = (stats.t.ppf(0.975, left) if left > 0 else stats.norm.ppf(0.975)) * sigma * np.sqrt(np.diag(inverse))
@@ -185,7 +195,7 @@ def solve(
     )  # fmt: skip
 
 
-def _identified(design: np.ndarray, names: Sequence[str]) -> tuple[list[int], dict[str, str]]:
+def _identified(design: np.ndarray, names: Sequence[str], most: int) -> tuple[list[int], dict[str, str]]:
     """Positions of columns that are no combination of earlier ones, and why the others are left out."""
     kept: list[int] = []
     why: dict[str, str] = {}
@@ -206,8 +216,8 @@ def _identified(design: np.ndarray, names: Sequence[str]) -> tuple[list[int], di
                     else f"never varies apart from {names[near]}"
                 )
                 continue
-        if len(kept) >= len(design):
-            why[name] = "more parameters than rows"
+        if len(kept) >= most:
+            why[name] = "too few rows for another parameter"
             continue
         kept.append(i)
     return kept, why

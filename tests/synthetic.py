@@ -19,6 +19,11 @@ CONTEXTS = (1024, 8192, 32768, 131072, 524288)
 BATCHES = (1, 8, 32, 64)
 
 
+def spans(point: Point) -> list[tuple[int, int]]:
+    """Blocks [first, last) that each request of a Point reads."""
+    return [traffic.read_range(point, n) for n in traffic.context_lengths(point)]
+
+
 def truth_us(point: Point, truth: dict[str, float]) -> float:
     """Microseconds that the planted machine needs for a Point (uniform, no shared prefix)."""
     ranks = point.world if point.arm in ("cp", "cp_local") else 1

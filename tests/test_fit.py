@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import synthetic
 
-from m3cp import crossover, fit, frames, leastsq
+from m3cp import crossover, fit, frames, heldout, leastsq
 from m3cp.shapes import Point
 
 RNG = np.random.default_rng
@@ -51,7 +51,9 @@ def test_f01_what_never_varies_is_reported_and_not_invented():
     assert math.isnan(found.value("peers")) and all(map(math.isnan, found.interval("peers")))
     assert found.value("launch") == pytest.approx(12, rel=0.05)
     more = leastsq.solve({"launch": np.ones(2), "bytes": x[:2], "rows": x[:2] ** 2}, y[:2])
-    assert more.unidentified == {"rows": "more parameters than rows"} or "rows" in more.unidentified
+    assert "rows" in more.unidentified
+    few = leastsq.solve({"launch": np.ones(12), "bytes": x, "rows": x**2}, y, most=2)
+    assert few.unidentified == {"rows": "too few rows for another parameter"}
 
 
 @pytest.mark.parametrize(("c", "sigmas"), [(0.01, (0.00155, 0.00314)), (0.001, (0.000155, 0.000314))])
@@ -249,12 +251,12 @@ def test_verdicts(low, high, word):
 
 def test_ratio_intervals_cover():
     inside = 0
-    for seed in range(60):
+    for seed in range(40):
         rows = synthetic.rows(contexts=(32_768,), batches=(8,), seed=seed, jitter=0.03)
         pair = crossover.pairs(frames.table(rows), seed=seed).iloc[0]
         true = synthetic.truth_us(rows[0].point, synthetic.TP) / synthetic.truth_us(rows[1].point, synthetic.CP)
         inside += pair["ratio_low"] <= true <= pair["ratio_high"]
-    assert 51 <= inside <= 60
+    assert 33 <= inside <= 40
 
 
 def test_processes_widen_the_interval():
@@ -389,3 +391,169 @@ def test_find_run_prefers_local_then_recorded(tmp_path):
     assert frames.load_compare("", frames.load_run("h200x2", tmp_path), tmp_path) is None
     with pytest.raises(FileNotFoundError, match="nowhere.*h200x2, first"):
         frames.find_run("nowhere", tmp_path)
+
+
+# A planted truth: 200 synthetic nodes.
+
+PLANTED = {"launch": "launch", "bytes": "us_per_mb", "depth": "depth", "ramp": "ramp", "rows": "rows"}
+
+
+@pytest.fixture(scope="module")
+def planted():
+    """Coverage of each parameter and of break-even, and the width of its band, over 200 noisy copies of one node."""
+    contexts, batches, seeds, asked = (
+        (4096, 8192, 16_384, 32_768, 65_536, 131_072, 524_288),
+        (1, 2, 4, 8, 16, 32, 64),
+        200,
+        (1, 2),
+    )
+    frame = frames.table(synthetic.rows(contexts=contexts, batches=batches, jitter=0))
+    clean = [frame[frame["arm"] == arm] for arm in ("tp", "cp")]
+    truths, inside, widths, true = (synthetic.TP, synthetic.CP), {}, {b: [] for b in asked}, {}
+    grid = np.array(crossover.context_grid(2304, 2**20, 256), dtype=float)
+    for batch in asked:
+        points = [Point(int(c), batch, world=2, max_context=2**20, form="staged") for c in grid]
+        others = [dataclasses.replace(p, arm="cp", exchange="collective", queries="gathered") for p in points]
+        delta = [
+            synthetic.truth_us(z, synthetic.CP) - synthetic.truth_us(a, synthetic.TP)
+            for a, z in zip(points, others, strict=True)
+        ]
+        true[batch] = float(crossover.crossings(grid, np.array(delta))[0])
+    for seed in range(seeds):
+        rng, models = RNG(seed), []
+        for rows, truth in zip(clean, truths, strict=True):
+            us = rows["median_us"].to_numpy() * (1 + 0.01 * rng.standard_normal(len(rows)))
+            models.append(fit.fit_model(rows.assign(median_us=us, samples_us=[[v] for v in us]), fit.ALL_TERMS))
+            for name, key in PLANTED.items():
+                low, high = models[-1].fit.interval(name)
+                inside[name] = inside.get(name, 0) + (low <= truth[key] <= high) / 2
+        for answer in crossover.break_even_model(*models, asked, draws=200, seed=seed):
+            inside[answer.at] = inside.get(answer.at, 0) + (answer.low <= true[answer.at] <= answer.high)
+            widths[answer.at].append((answer.high - answer.low) / answer.value)
+    return {name: count / seeds for name, count in inside.items()}, {b: float(np.median(w)) for b, w in widths.items()}
+
+
+def test_95_percent_intervals_cover_between_91_and_98(planted):
+    coverage, _ = planted
+    assert set(coverage) == {*PLANTED, 1, 2}
+    assert all(0.91 <= v <= 0.98 for v in coverage.values()), coverage
+
+
+def test_the_band_of_break_even_is_narrow(planted):
+    _, widths = planted
+    assert all(w <= 0.25 for w in widths.values()), widths
+
+
+# Held out, aims, what moves the line, and what is only assumed.
+
+
+@pytest.fixture(scope="module")
+def fine():
+    """A synthetic node measured finely enough for the whole model, half a percent of noise."""
+    frame = frames.table(
+        synthetic.rows(contexts=(4096, 8192, 16_384, 32_768, 65_536, 131_072), batches=(1, 2, 8, 32), noise=0.005)
+    )
+    return crossover.comparisons(frame, fit.ALL_TERMS, draws=100)[0]
+
+
+def test_published_table_within_a_tenth_in_sample_and_by_batch():
+    table = heldout.error_table(frames.published())
+    gated = table[table["held_out"].isin(["nothing", "batch"])]
+    assert len(gated) == 4 and (gated["model_median"] <= 0.10).all()
+    assert set(table["held_out"]) == {"nothing", "batch", "context_tokens", "mix"}  # the others are reported, not gated
+    assert (table["line_worst"] > table["model_worst"]).sum() >= 5
+    text = heldout.markdown(frames.published())
+    assert text.count("\n") == 9 and "sglang_cp/collective/gathered P=4" in text and "%" in text
+
+
+def test_the_model_beats_a_straight_line_where_it_was_not_fitted(fine):
+    tp, cp = crossover.arm_frames(fine)
+    for rows in (tp, cp):
+        for by in ("batch", "context_tokens"):
+            found = heldout.held_out(rows, by)
+            assert len(found) == 24
+            assert found["model_error"].abs().median() < 0.02 < found["line_error"].abs().median()
+        assert heldout.held_out(rows, "mix").empty
+    with pytest.raises(ValueError, match="by='rows'"):
+        heldout.held_out(tp, "rows")
+
+
+def test_the_aims_are_met_on_a_node_of_the_models_kind_and_missed_on_another(fine):
+    assert [t for t in heldout.targets(fine) if not t.met] == []
+    bent = []
+    for row in synthetic.rows(contexts=(8192, 16_384, 32_768, 65_536, 131_072), batches=(1, 8, 32)):
+        jump = 8.0 if row.point.arm == "cp" and row.point.context_tokens == 32_768 else 0.0
+        bent.append(dataclasses.replace(row, samples_us=[s + jump for s in row.samples_us]))
+    missed = [t.text for t in heldout.targets(crossover.comparisons(frames.table(bent), draws=50)[0]) if t.met is False]
+    assert any("difference near break-even" in t and "MISSED" in t for t in missed)
+
+
+def test_what_moves_the_line_in_words(fine):
+    said = crossover.movers(fine.tp, fine.cp, 2)
+    assert said[0].startswith("one microsecond off the exchange moves break-even at batch 2 from ")
+    now = next(a for a in fine.model if a.at == 2).value
+    less = crossover.break_even_model(fine.tp, crossover.shifted(fine.cp, "launch", add=-1.0), [2], draws=20)[0].value
+    assert (
+        f"from {crossover.tokens_about(now)} tokens to {crossover.tokens_about(less)} tokens" in said[0] and less < now
+    )
+    assert any("fp8" in s and "assuming" in s for s in said) and any("P = 4" in s and "assumed" in s for s in said)
+    with pytest.raises(ValueError, match="term='magic'"):
+        crossover.shifted(fine.cp, "magic")
+
+
+def world_rows(worlds, truth, arm, noise=0.003, seed=0, local=()):
+    """Rows of one arm at several worlds; `local` adds cp_local rows there."""
+    rng, made = RNG(seed), []
+    for world in (*worlds, *local):
+        for context in (8192, 32_768, 131_072):
+            for batch in (1, 8, 32):
+                point = Point(context, batch, world=world, max_context=2**20, form="staged")
+                if arm == "cp":
+                    point = dataclasses.replace(point, arm="cp", exchange="collective", queries="gathered")
+                if world in local and world not in worlds:
+                    point = dataclasses.replace(point, arm="cp_local", exchange=None, queries=None)
+                us = synthetic.truth_us(point, truth) + (
+                    truth.get("peer", 0.0) * max(0, world - 2) if point.arm == "cp" else 0.0
+                )
+                made.append(synthetic.row(point, us, rng, noise, path="cp", timed_region=["score", "merge"]))
+    return made
+
+
+def test_more_ranks_are_predicted_and_say_what_is_assumed():
+    truth = {**synthetic.CP, "exchange": 3.0, "peer": 0.5}
+    frame = frames.table(world_rows((1, 2), truth, "cp", local=(4, 8)))
+    model = fit.fit_model(frame, fit.ALL_TERMS, vary=("world", "arm", "exchange", "queries"))
+    assert model.arm == "cp" and "peers" in model.fit.unidentified
+    low, high = model.fit.interval("exchange")
+    assert low <= 3.0 <= high and high - low < 1.5  # cp_local and P = 1 tell the exchange from the rest
+    whole = fit.assume(model, {"peers": fit.PEER_US["collective"]})
+    for world in (4, 8):
+        point = whole.point(131_072, 8, world=world)
+        found = whole.predict(point)
+        true = synthetic.truth_us(point, truth) + 0.5 * (world - 2)
+        assert "peers assumed 1 ± 1 us/peer" in found.assumed
+        assert found.low_us <= true <= found.high_us
+        assert found.high_us - found.low_us > model.predict(point).high_us - model.predict(point).low_us
+    assert whole.predict(whole.point(131_072, 8, world=2)).assumed == ""
+    assert any(line["note"].startswith("assumed") for line in whole.describe())
+    assert np.std(whole.fit.draws(500)[:, whole.terms.index("peers")]) > 0.3
+    with pytest.raises(ValueError, match="only terms that the data do not identify"):
+        fit.assume(model, {"bytes": fit.PEER_US["collective"]})
+
+
+def test_a_node_with_skewed_rows_learns_what_imbalance_costs():
+    made = []
+    for mix in ("uniform", "one_long_rest_1k", "log_uniform"):
+        for row in synthetic.rows(contexts=(32_768, 65_536, 131_072), batches=(4, 8, 16, 32), mix=mix, noise=0.003):
+            read = [
+                max(0, last - first) / (2 if row.point.arm == "cp" else 1) for first, last in synthetic.spans(row.point)
+            ]
+            extra = 2.0 * (max(read) * len(read) - sum(read)) / 1000
+            made.append(dataclasses.replace(row, samples_us=[s + extra for s in row.samples_us]))
+    frame = frames.table(made)
+    model = fit.fit_model(frame[frame["arm"] == "tp"], fit.ALL_TERMS, vary=("mix",))
+    low, high = model.fit.interval("imbalance")
+    assert model.fit.value("imbalance") == pytest.approx(2.0, rel=0.02) and high - low < 0.5
+    assert model.mixes == ("log_uniform", "one_long_rest_1k", "uniform")
+    by_mix = heldout.held_out(frame[frame["arm"] == "tp"], "mix")
+    assert set(by_mix["mix"]) == set(model.mixes) and by_mix["model_error"].abs().median() < 0.03
