@@ -482,3 +482,77 @@ def panel(comparison: crossover.Comparison, title: str) -> Panel:
     kind = "published" if comparison.source == "published" else "measured"
     name = arm_name({k: comparison.pairs[k].iloc[0] for k in crossover.VARIANT})
     return Panel(title, comparison.pairs, comparison.measured, comparison.model, kind, (name,))
+
+
+@styled
+def bandwidth_curve(
+    curve: Sequence[dict[str, Any]], node: str, last_level_bytes: int, datasheet_gbs: float | None = None
+) -> Figure:
+    """Read rate against footprint, random and rising pages, with the last-level cache marked.
+
+    Args:
+        curve: entries of the node check: `footprint_bytes`, `order` ("random" or "sequential"), `gbs`.
+        node: the machine, for the title.
+        last_level_bytes: where the curve should bend.
+        datasheet_gbs: the memory's rate in the vendor's data sheet; None draws no line.
+    """
+    fig = figure(6.2, 3.4)
+    axis = fig.subplots()
+    for order, colour, marker in (("random", CP_COLOUR, "s"), ("sequential", TP_COLOUR, "o")):
+        mine = [c for c in curve if c["order"] == order]
+        sizes = [c["footprint_bytes"] / 2**20 for c in mine]
+        axis.plot(sizes, [c["gbs"] for c in mine], marker, color=colour, label=f"{order} pages, measured")
+    axis.set_xscale("log", base=2)
+    ticks = sorted({c["footprint_bytes"] / 2**20 for c in curve})
+    axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    axis.set_xticks([], minor=True)
+    axis.axvline(last_level_bytes / 2**20, color=LINE_COLOUR, linewidth=1.0)
+    axis.annotate(
+        f"last-level cache, {last_level_bytes / 2**20:.0f} MiB", (last_level_bytes / 2**20, 0.02), xycoords=("data", "axes fraction"),
+        rotation=90, ha="right", va="bottom", fontsize=8,
+    )  # fmt: skip
+    if datasheet_gbs:
+        axis.axhline(datasheet_gbs, color=FLOOR_COLOUR, linestyle=":", label="memory, data sheet")
+    axis.set_ylim(0)
+    axis.set_xlabel("footprint read again and again, MiB")
+    axis.set_ylabel("GB/s, one rank")
+    axis.set_title(f"Read rate by footprint  ·  {node}", loc="left", fontsize=10)
+    axis.legend(loc="best")
+    return fig
+
+
+@styled
+def collective_latency(collectives: Sequence[dict[str, Any]], node: str) -> Figure:
+    """Microseconds of an all-gather against its payload, one line of markers a world size, bars for all rounds.
+
+    Args:
+        collectives: entries of the node check: `world`, `payload_bytes` a rank, `us`, `samples_us`, `launch`.
+        node: the machine, for the title.
+    """
+    fig = figure(6.2, 3.4)
+    axis = fig.subplots()
+    worlds = sorted({c["world"] for c in collectives})
+    for number, world in enumerate(worlds):
+        mine = [c for c in collectives if c["world"] == world]
+        sizes = [c["payload_bytes"] / 1024 for c in mine]
+        colour = (CP_COLOUR, TP_COLOUR, FLOOR_COLOUR, LINE_COLOUR)[number % 4]
+        axis.plot(
+            sizes,
+            [c["us"] for c in mine],
+            "so^D"[number % 4],
+            color=colour,
+            label=f"P = {world}, {mine[0]['launch']}, measured",
+        )
+        axis.vlines(
+            sizes, [min(c["samples_us"]) for c in mine], [max(c["samples_us"]) for c in mine], color=colour, alpha=0.35
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    ticks = sorted({c["payload_bytes"] / 1024 for c in collectives})
+    axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    axis.set_xticks([], minor=True)
+    axis.set_xlabel("payload a rank, KiB")
+    axis.set_ylabel("µs an all-gather, slowest rank")
+    axis.set_title(f"All-gather latency  ·  {node}", loc="left", fontsize=10)
+    axis.legend(loc="best")
+    return fig

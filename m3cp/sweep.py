@@ -442,6 +442,114 @@ def job_facts(device: str) -> dict[str, Any]:
     }
 
 
+def default_out(device: str) -> Path:
+    """Where a run of this machine goes when nobody says: one folder a machine, so that a later sweep goes on there."""
+    gpus = doctor.devices() if device == "cuda" else ()
+    name = "cpu" if device == "cpu" else f"{len(gpus)}x-{gpus[0].name}".lower().replace(" ", "-")
+    return ROOT / "data" / "runs" / name
+
+
+def in_subprocess(
+    points: Sequence[Point],
+    *,
+    device: str | None = None,
+    out: Path | str | None = None,
+    remeasure: bool = False,
+    minutes: float | None = None,
+) -> list[records.Row]:
+    """Sweep in a process of its own, as notebooks do: a stuck rank can't wedge the caller, who sees a bar of rows.
+
+    Args:
+        points: what to measure; what the run already holds is not measured again.
+        device, out, remeasure, minutes: as `main` takes them.
+
+    Returns:
+        The newest row of each Point, failed and skipped ones included; Points that were not reached have none.
+
+    Raises:
+        WorkersFailed: the process ended without measuring anything; with its last words.
+    """
+    from tqdm import tqdm
+
+    out = Path(out) if out else default_out(doctor.sweep_device(device))
+    wanted = set(points)
+    with tempfile.TemporaryDirectory(prefix="m3cp-") as folder:
+        grid, log = Path(folder) / "points.json", Path(folder) / "log"
+        grid.write_text(json.dumps([p.to_dict() for p in points]))
+        command = [sys.executable, "-m", "m3cp.sweep", str(grid), "--out", str(out)]
+        command += [*(["--device", device] if device else []), *(["--remeasure"] if remeasure else [])]
+        command += ["--minutes", str(minutes)] if minutes else []
+        before = _count_rows(out)
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+        with open(log, "wb") as file, tqdm(total=len(wanted), unit="point", mininterval=0.5) as bar:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=env, preexec_fn=_die_with_parent
+            )  # fmt: skip
+            try:
+                while process.poll() is None:
+                    bar.update(min(_count_rows(out) - before, len(wanted)) - bar.n)
+                    time.sleep(0.3)
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+            newest = {r.point: r for r in (records.load(out) if _count_rows(out) else []) if r.point in wanted}
+            bar.update(len(newest) - bar.n)
+        said = [line for line in log.read_text(errors="replace").splitlines() if line.strip() and "point/s" not in line]
+        print("\n".join(said))
+        if process.returncode not in (0, FAILED):
+            raise WorkersFailed(
+                f"the sweep ended with exit status {process.returncode}: {said[-1] if said else 'it said nothing'}"
+            )
+    return [newest[p] for p in points if p in newest]
+
+
+def _count_rows(out: Path) -> int:
+    path = out / records.ROWS_FILE
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def summary(points: Sequence[Point], rows: Sequence[records.Row]):
+    """A table for people, one line a Point: medians, floors, checks, and failures and skips in words."""
+    import pandas
+
+    by_point = {row.point: row for row in rows}
+    lines = []
+    for point in points:
+        row = by_point.get(point)
+        ok = row is not None and row.status == "ok"
+        lines.append(
+            {
+                "point": point.label,
+                "status": "not reached" if row is None else row.status,
+                "median_us": row.median_us if ok else None,
+                "page_read_us": row.page_read_us if ok else None,
+                "limit_us": row.limit_us if ok else None,
+                "cache": row.cache_state if ok else None,
+                "checked rows": row.check["rows"] if ok else None,
+                "in words": (row.error or ("unsteady" if row.unsteady else "")) if row else "the time was up",
+            }
+        )
+    return pandas.DataFrame.from_records(lines).set_index("point")
+
+
+def require_complete(points: Sequence[Point], rows: Sequence[records.Row]) -> None:
+    """Raise unless every Point was measured or skipped for a reason, and something was measured.
+
+    Raises:
+        WorkersFailed: naming the Points that failed or were not reached.
+    """
+    by_point = {row.point: row for row in rows}
+    failed = [f"{p.label}: {by_point[p].error}" for p in points if p in by_point and by_point[p].status == "failed"]
+    missing = [f"{p.label}: not reached" for p in points if p not in by_point]
+    if failed or missing:
+        raise WorkersFailed(
+            f"{len(failed)} Points failed, {len(missing)} were not reached: {'; '.join([*failed, *missing])}"
+        )
+    if not any(row.status == "ok" for row in rows):
+        raise WorkersFailed(f"nothing was measured: {'; '.join(sorted({row.error for row in rows})) or 'no Points'}")
+
+
 def git_state(commit: str | None = None) -> dict[str, Any]:
     """`commit` (or HEAD's, or "unknown") and whether the package differs from it (None where nobody can say)."""
 
@@ -501,8 +609,7 @@ def main(
     else:
         points = [p for p in read_grid(grid, device) if not worlds or p.world in worlds or p.arm == "page_read"]
     gpus = doctor.devices() if device == "cuda" else ()
-    default = "cpu" if device == "cpu" else f"{len(gpus)}x-{gpus[0].name}".lower().replace(" ", "-")
-    out = Path(out) if out is not None else ROOT / "data" / "runs" / default
+    out = Path(out) if out is not None else default_out(device)
     held = records.load(out) if (out / records.ROWS_FILE).exists() else []
     known = set() if remeasure else records.measured(held, records.code_hash(), facts["node"])
     plan = make_plan(
