@@ -111,3 +111,15 @@ def test_log_uniform_spreads_evenly_in_the_logarithm():
     lengths = sorted(traffic.context_lengths(Point(65_536, 7, mix="log_uniform", form="staged")))
     assert lengths == [1024 * 2**i for i in range(7)]
     assert statistics.median(lengths) == 8192
+
+
+def test_agentic_batches_spread_as_reported():
+    """ATOM's authors report a max/min ratio in a batch of 2.5 at the median and 22 at p90 of their steps."""
+    for batch in (2, 8, 32):
+        ratios = []
+        for seed in range(2000):
+            lengths = traffic.context_lengths(Point(262_144, batch, mix="agentic", form="staged", seed=seed))
+            ratios.append(max(lengths) / min(lengths))
+        quantiles = statistics.quantiles(ratios, n=10)
+        assert 2.3 < quantiles[4] < 2.7 and 18 < quantiles[8] < 26
+    assert traffic.context_lengths(Point(262_144, 1, mix="agentic", form="staged")) == [262_144]
