@@ -18,7 +18,7 @@ from m3cp.kernels import fused as fused_op
 from m3cp.kernels import merge as merge_op
 from m3cp.kernels import score as score_op
 from m3cp.kernels import tile
-from m3cp.shapes import FORMS, MAX_CONTEXT_LIMIT, MAX_QUERY_LEN, QUERIES, IndexerShape, require
+from m3cp.shapes import FORMS, MAX_CONTEXT_LIMIT, MAX_QUERY_LEN, QUERIES, IndexerShape, require, require_int
 from m3cp.shard import Shard
 
 LENGTH_ERROR, WAIT_ERROR = 1, 2
@@ -42,13 +42,9 @@ class _Decode:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        if not isinstance(shape, IndexerShape):
-            raise TypeError(f"shape={shape!r}: must be an IndexerShape")
-        if not isinstance(shard, Shard) or shard.heads != shape.heads:
-            raise ValueError(f"shard={shard!r}: must be a Shard of shape.heads={shape.heads} heads")
-        require("max_requests", max_requests, 1 <= max_requests <= 65_536, "1 to 65536")
-        require("max_query_len", max_query_len, 1 <= max_query_len <= MAX_QUERY_LEN, f"1 to {MAX_QUERY_LEN}")
-        require("max_context", max_context, 1 <= max_context <= MAX_CONTEXT_LIMIT, f"1 to {MAX_CONTEXT_LIMIT} tokens")
+        require_int("max_requests", max_requests, 1, 65_536)
+        require_int("max_query_len", max_query_len, 1, MAX_QUERY_LEN)
+        require_int("max_context", max_context, 1, MAX_CONTEXT_LIMIT, " tokens")
         require("cache_dtype", cache_dtype, cache_dtype == torch.bfloat16, "torch.bfloat16")
         require("form", form, form in FORMS, f"one of {', '.join(FORMS)}")
         self.shape, self.shard, self.device, self.cache_dtype, self.form = shape, shard, device, cache_dtype, form
@@ -121,7 +117,7 @@ class _Decode:
         for name, value in (("block_table", block_table), ("seq_lens", seq_lens)):
             require(f"{name}.dtype", value.dtype, value.dtype == torch.int32, "torch.int32")
             require(f"{name}.stride(-1)", value.stride(-1), value.stride(-1) == 1 or value.shape[-1] < 2, "1")
-        require("query_len", query_len, isinstance(query_len, int) and 1 <= query_len <= self.max_query_len, f"1 to max_query_len={self.max_query_len}")
+        require_int("query_len", query_len, 1, self.max_query_len, " (max_query_len)")
         requests = seq_lens.shape[0]
         tokens = requests * query_len
         if requests > self.max_requests:
@@ -213,6 +209,7 @@ class TPDecode(_Decode):
         cache_dtype: torch.dtype = torch.bfloat16,
         form: str = "staged",
     ):
+        _require_shard(shape, shard)
         self._given_heads = shard.local_heads
         super().__init__(
             shape, shard, blocks=Shard(0, 1, shape.heads), scored_heads=shard.local_heads, max_requests=max_requests,
@@ -269,6 +266,7 @@ class CPLocal(_Decode):
     ):
         if type(self) is CPLocal:
             require("form", form, form == "staged", "'staged': CP without its exchange has no other form")
+        _require_shard(shape, shard)
         self._given_heads = shape.heads
         super().__init__(
             shape, shard, blocks=Shard(shard.rank, shard.world, shard.world), scored_heads=shape.heads, max_requests=max_requests,
@@ -437,6 +435,13 @@ class _Fused:
     def __call__(self, q, cache, block_table, seq_lens, query_len: int, out: torch.Tensor) -> None:
         for phase in self.phases:
             self.launch(phase, q, cache, block_table, seq_lens, query_len, out)
+
+
+def _require_shard(shape: IndexerShape, shard: Shard) -> None:
+    if not isinstance(shape, IndexerShape):
+        raise TypeError(f"shape={shape!r}: must be an IndexerShape")
+    if not isinstance(shard, Shard) or shard.heads != shape.heads:
+        raise ValueError(f"shard={shard!r}: must be a Shard of shape.heads={shape.heads} heads")
 
 
 def _compute_units(device: torch.device) -> int:

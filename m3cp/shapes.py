@@ -41,6 +41,11 @@ def require(name: str, value: Any, allowed: bool, what: str) -> None:
         raise ValueError(f"{name}={value!r}: must be {what}")
 
 
+def require_int(name: str, value: Any, low: int, high: int, unit: str = "") -> None:
+    """Raise a ValueError unless `value` is an integer (no bool) from `low` to `high`."""
+    require(name, value, _is_int(value) and low <= value <= high, f"{low} to {high}{unit}")
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
