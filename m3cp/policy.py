@@ -1,0 +1,673 @@
+"""A fitted model as a small file that an engine loads: which path is faster for this decode batch, and by how much.
+
+Loading and deciding is plain Python (no numpy, pandas, torch), fast enough for every step, and depends on its arguments
+alone, so that all ranks decide alike. A policy advises; nothing here turns context parallelism on.
+
+A policy is for one arm ("cp", "vllm_cp" or "sglang_cp"), one exchange and one way to share queries, on one node, from
+rows of one code version. Outside the range that was measured it refuses in words.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from m3cp.shapes import IndexerShape, require
+
+FORMAT, VERSION = "m3cp-policy", 1
+TERMS = ("launch", "bytes", "beyond", "depth", "ramp", "rows", "imbalance")  # what a decision can be made of
+ARMS = ("cp", "vllm_cp", "sglang_cp")
+
+
+class Decision(NamedTuple):
+    """What to run for a batch.
+
+    Args:
+        path: "cp" or "tp"; "tp", the engines' default, also where the policy refuses.
+        gain_us: TP - CP in microseconds a layer: positive where CP is faster; 0.0 where refused.
+        confidence: probability that the path is the faster one, 0.5 to 1; 0.0 where refused.
+        reason: in words; starts with "refused:" outside the policy's range.
+    """
+
+    path: str
+    gain_us: float
+    confidence: float
+    reason: str
+
+    @property
+    def refused(self) -> bool:
+        """Whether the batch lies outside what the policy was fitted to."""
+        return self.reason.startswith("refused:")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm's cost, ready to be evaluated: microseconds = values . terms, with the estimates' uncertainty.
+
+    Args:
+        values: one for each of `TERMS`, 0 where a term is not part of it.
+        factor: lower triangular, rows of `TERMS`; covariance = factor times its transpose.
+        spread: relative standard deviation of rows around the fit.
+        ramp_mb: megabytes at which half of the ramp is paid.
+        shards: parts that the blocks are dealt to: 1 for TP, the world size for CP.
+        llc_mb: last-level cache where the rows were warm; 0 where they were cold.
+    """
+
+    values: tuple[float, ...]
+    factor: tuple[tuple[float, ...], ...]
+    spread: float
+    ramp_mb: float
+    shards: int
+    llc_mb: float = 0.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The two arms for one world size, cache dtype and query length, and the range they were fitted to.
+
+    Args:
+        context_tokens, batch: (lowest, highest) fitted; the first is that of the longest request.
+        uneven: largest share of blocks that shorter requests lack to the longest, of the fitted rows.
+    """
+
+    world: int
+    dtype: str
+    query_len: int
+    context_tokens: tuple[int, int]
+    batch: tuple[int, int]
+    uneven: float
+    tp: Arm
+    cp: Arm
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy as it is loaded from a file (`load`) or made from a comparison of rows (`from_comparisons`).
+
+    Args:
+        arm: "cp", "vllm_cp" or "sglang_cp".
+        form, exchange, queries: of that arm, None where it has none.
+        shape: of the indexer.
+        entries: one for each world, dtype and query length.
+        provenance: node, code hash, commit, run, cache state, mixes.
+    """
+
+    arm: str
+    form: str | None
+    exchange: str | None
+    queries: str | None
+    shape: IndexerShape
+    entries: tuple[Entry, ...]
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    _deciders: dict[tuple[int, str, int], Callable[[Sequence[int]], Decision]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        require("arm", self.arm, self.arm in ARMS, f"one of {', '.join(ARMS)}")
+        require("entries", self.entries, len(self.entries) > 0, "at least one")
+        for entry in self.entries:
+            self._deciders[entry.world, entry.dtype, entry.query_len] = _decider(entry, self.shape)
+
+    def decide(self, context_lengths: Sequence[int], world: int, dtype: str, query_len: int = 1) -> Decision:
+        """Which path is faster for a decode batch.
+
+        Args:
+            context_lengths: total tokens of each request, this step's queries included; 0 for a padding row.
+            world: ranks.
+            dtype: of the index-K cache; "auto" means bf16, as in the engines.
+            query_len: query tokens a request.
+
+        Returns:
+            A Decision; one whose reason starts with "refused:" where the batch is outside the policy's range.
+        """
+        decider = self._deciders.get((world, "bf16" if dtype == "auto" else dtype, query_len))
+        if decider is None:
+            known = "; ".join(f"world={e.world} dtype={e.dtype} query_len={e.query_len}" for e in self.entries)
+            return Decision(
+                "tp",
+                0.0,
+                0.0,
+                f"refused: world={world} dtype={dtype} query_len={query_len} was not measured; the policy has {known}",
+            )
+        return decider(context_lengths)
+
+    def entry(self, world: int, dtype: str, query_len: int = 1) -> Entry:
+        """The entry for a world, dtype and query length.
+
+        Raises:
+            ValueError: naming what there is.
+        """
+        for found in self.entries:
+            if (found.world, found.dtype, found.query_len) == (world, dtype, query_len):
+                return found
+        known = "; ".join(f"world={e.world} dtype={e.dtype} query_len={e.query_len}" for e in self.entries)
+        raise ValueError(f"world={world} dtype={dtype!r} query_len={query_len}: the policy has {known}")
+
+    def costs_us(
+        self, context_lengths: Sequence[int], world: int, dtype: str, query_len: int = 1
+    ) -> tuple[float, float]:
+        """Modelled (TP, CP) microseconds of a batch, whatever the range; (0, 0) for an empty one."""
+        entry = self.entry(world, dtype, query_len)
+        read = _reads(context_lengths, self.shape)
+        return tuple(
+            _dot(a.values, _terms(a, *read, query_len, self.shape.key_bytes(dtype) / 1e6)) for a in (entry.tp, entry.cp)
+        )
+
+    def threshold_blocks(
+        self, world: int, dtype: str, query_len: int = 1, batches: Iterable[Sequence[int]] = ()
+    ) -> int:
+        """The one number for a switch on the device: take CP when the batch's visible blocks exceed it.
+
+        Blocks are summed over all requests, short ones included. The threshold is the one that loses least over
+        `batches`, every batch counted once; without any, over uniform batches of the policy's range.
+
+        Returns:
+            A number of blocks; one below the smallest sum where CP should always be taken, the largest sum where never.
+        """
+        entry = self.entry(world, dtype, query_len)
+        known = list(batches) or [[c] * b for c in _doubling(*entry.context_tokens) for b in _doubling(*entry.batch)]
+        gains: dict[int, float] = {}
+        for lengths in known:
+            tp, cp = self.costs_us(lengths, world, dtype, query_len)
+            total = sum(self.shape.blocks(n) for n in lengths)
+            gains[total] = gains.get(total, 0.0) + tp - cp
+        sums = sorted(gains)
+        best, value, kept = sums[0] - 1, sum(gains.values()), sum(gains.values())
+        for total in sums:  # a threshold at `total` gives up the gains of all batches up to it
+            kept -= gains[total]
+            if kept > value + 1e-12:
+                best, value = total, kept
+        return max(0, best)
+
+    def to_json(self) -> str:
+        """The file's text: the same policy gives the same bytes."""
+        return json.dumps(_plain(self), indent=1, allow_nan=False) + "\n"
+
+    def save(self, path: Path | str) -> Path:
+        """Write the policy file, creating its folder."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.to_json())
+        return path
+
+
+def load(path: Path | str) -> Policy:
+    """Read a policy file.
+
+    Raises:
+        ValueError: not a policy, another version, or fields that this version does not know; the message names them.
+    """
+    try:
+        values = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise ValueError(
+            f"{path}: format={values.get('format') if isinstance(values, dict) else None!r}, must be {FORMAT!r}"
+        )
+    if values.get("version") != VERSION:
+        raise ValueError(f"{path}: version={values.get('version')!r}, this code reads version {VERSION}")
+    try:
+        entries = tuple(
+            Entry(
+                **{
+                    **e,
+                    "context_tokens": tuple(e["context_tokens"]),
+                    "batch": tuple(e["batch"]),
+                    "tp": _arm(e["tp"]),
+                    "cp": _arm(e["cp"]),
+                }
+            )
+            for e in values["entries"]
+        )
+        named = {k: values[k] for k in ("arm", "form", "exchange", "queries", "provenance")}
+        unknown = set(values) - {"format", "version", "terms", "shape", "entries", *named}
+        if unknown or values["terms"] != list(TERMS):
+            raise ValueError(f"fields {sorted(unknown)}, terms {values['terms']}")
+        return Policy(shape=IndexerShape(**values["shape"]), entries=entries, **named)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not a policy of version {VERSION}: {error}") from error
+
+
+def _arm(values: Mapping[str, Any]) -> Arm:
+    return Arm(**{**values, "values": tuple(values["values"]), "factor": tuple(map(tuple, values["factor"]))})
+
+
+def _plain(policy: Policy) -> dict[str, Any]:
+    import dataclasses
+
+    entries = [dataclasses.asdict(entry) for entry in policy.entries]
+    named = {name: getattr(policy, name) for name in ("arm", "form", "exchange", "queries")}
+    return {
+        "format": FORMAT, "version": VERSION, **named, "shape": dataclasses.asdict(policy.shape), "terms": list(TERMS),
+        "entries": entries, "provenance": dict(policy.provenance),
+    }  # fmt: skip
+
+
+def _doubling(low: int, high: int) -> list[int]:
+    steps = max(1, round(4 * math.log2(high / low)))
+    return sorted({round(low * (high / low) ** (i / steps)) for i in range(steps + 1)})
+
+
+def _reads(context_lengths: Sequence[int], shape: IndexerShape) -> tuple[int, int, int]:
+    """(blocks read, blocks read of the longest request, requests) of a batch; padding rows are no requests."""
+    size, topk, forced = shape.block_size, shape.topk, shape.init_blocks + shape.local_blocks
+    total = longest = count = 0
+    for n in context_lengths:
+        if n > 0:
+            count += 1
+            blocks = (n + size - 1) // size
+            if blocks > topk:
+                read = blocks - forced
+                if read > 0:
+                    total += read
+                    if read > longest:
+                        longest = read
+    return total, longest, count
+
+
+def _terms(arm: Arm, total: int, longest: int, count: int, query_len: int, block_mb: float) -> tuple[float, ...]:
+    """The amounts that `TERMS` multiply, as `fit.features` has them; blocks are dealt evenly here."""
+    megabytes = total * block_mb / arm.shards
+    beyond = max(0.0, megabytes - arm.llc_mb)
+    depth = math.log2(1.0 + longest / arm.shards)
+    short = (count * longest - total) / arm.shards / 1000.0
+    return 1.0, megabytes, beyond, depth, megabytes / (megabytes + arm.ramp_mb), float(count * query_len), short
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def _evaluator(arm: Arm, query_len: int, block_mb: float) -> Callable[[int, int, int], tuple[float, float]]:
+    """A function of (blocks read, longest, requests) that gives (microseconds, variance); unrolled, for speed."""
+    shards, llc_mb, ramp_mb, spread = arm.shards, arm.llc_mb, arm.ramp_mb, arm.spread**2
+    (v0, v1, v2, v3, v4, v5, v6), rows = arm.values, arm.factor
+    (a0, *_), (a1, b1, *_), (a2, b2, c2, *_), (a3, b3, c3, d3, *_) = rows[:4]
+    (a4, b4, c4, d4, e4, *_), (a5, b5, c5, d5, e5, f5, *_), (a6, b6, c6, d6, e6, f6, g6) = rows[4:]
+    scale, log2 = block_mb / shards, math.log2
+
+    def evaluate(total: int, longest: int, count: int) -> tuple[float, float]:
+        mb = total * scale
+        far = mb - llc_mb if mb > llc_mb else 0.0
+        deep = log2(1.0 + longest / shards)
+        ramp = mb / (mb + ramp_mb)
+        many = count * query_len
+        short = (count * longest - total) / shards / 1000.0
+        us = v0 + v1 * mb + v2 * far + v3 * deep + v4 * ramp + v5 * many + v6 * short
+        a = a0 + a1 * mb + a2 * far + a3 * deep + a4 * ramp + a5 * many + a6 * short
+        b = b1 * mb + b2 * far + b3 * deep + b4 * ramp + b5 * many + b6 * short
+        c = c2 * far + c3 * deep + c4 * ramp + c5 * many + c6 * short
+        d = d3 * deep + d4 * ramp + d5 * many + d6 * short
+        e = e4 * ramp + e5 * many + e6 * short
+        f = f5 * many + f6 * short
+        g = g6 * short
+        return us, a * a + b * b + c * c + d * d + e * e + f * f + g * g + spread * us * us
+
+    return evaluate
+
+
+def _decider(entry: Entry, shape: IndexerShape) -> Callable[[Sequence[int]], Decision]:
+    """A function of the context lengths alone, with everything else bound: what keeps a decision in microseconds."""
+    size, topk, forced = shape.block_size, shape.topk, shape.init_blocks + shape.local_blocks
+    (low, high), (few, many) = entry.context_tokens, entry.batch
+    uneven, root2, erf, sqrt = entry.uneven + 0.02, math.sqrt(2.0), math.erf, math.sqrt
+    block_mb = shape.key_bytes(entry.dtype) / 1e6
+    tp, cp = (_evaluator(arm, entry.query_len, block_mb) for arm in (entry.tp, entry.cp))
+
+    def decide(context_lengths: Sequence[int]) -> Decision:
+        blocks = [-(-n // size) for n in context_lengths if n > 0]
+        count = len(blocks)
+        if not count:
+            return Decision("tp", 0.0, 1.0, "no request: nothing to do")
+        if min(blocks) <= topk:
+            blocks = [b for b in blocks if b > topk]
+        read = len(blocks)
+        longest = max(blocks) - forced if read else 0
+        if longest <= 0:
+            return Decision(
+                "tp", 0.0, 1.0, f"no request reads a key (more than {topk} blocks, {forced} forced): nothing to gain"
+            )
+        if not few <= count <= many:
+            return Decision("tp", 0.0, 0.0, f"refused: batch={count} outside {few} to {many}")
+        top = max(context_lengths)
+        if not low <= top <= high:
+            return Decision("tp", 0.0, 0.0, f"refused: longest context of {top} tokens outside {low} to {high}")
+        total = sum(blocks) - read * forced if forced <= topk else sum(max(0, b - forced) for b in blocks)
+        whole = count * longest
+        if whole - total > uneven * whole:
+            share = 1 - total / whole
+            return Decision(
+                "tp",
+                0.0,
+                0.0,
+                f"refused: lengths more uneven ({share:.0%} of blocks missing to the longest) than fitted ({entry.uneven:.0%})",
+            )
+        tp_us, tp_variance = tp(total, longest, count)
+        cp_us, cp_variance = cp(total, longest, count)
+        gain, variance = tp_us - cp_us, tp_variance + cp_variance
+        sure = 0.5 + 0.5 * erf(abs(gain) / (root2 * sqrt(variance))) if variance > 0 else 1.0
+        if gain > 0:
+            return Decision("cp", gain, sure, f"CP saves {gain:.1f} us a layer: TP {tp_us:.1f}, CP {cp_us:.1f}")
+        return Decision("tp", gain, sure, f"TP saves {-gain:.1f} us a layer: TP {tp_us:.1f}, CP {cp_us:.1f}")
+
+    return decide
+
+
+def from_comparisons(
+    found: Sequence[Any],
+    run: str = "unknown",
+    arm: str = "cp",
+    exchange: str | None = None,
+    queries: str | None = None,
+    form: str | None = None,
+) -> Policy:
+    """A policy from the comparisons of a run (`crossover.comparisons`): their rows, all mixes of a cell together.
+
+    Args:
+        found: comparisons of one node and code hash.
+        run: its name, for the provenance.
+        arm: "cp", "vllm_cp" or "sglang_cp".
+        exchange, queries, form: of the arm; None takes those of the comparison with most pairs.
+
+    Raises:
+        ValueError: no comparison of that kind, several nodes or code versions, or too few rows.
+    """
+    import numpy
+    import pandas
+
+    from m3cp import crossover
+    from m3cp.fit import ALL_TERMS, fit_model
+    from m3cp.frames import missing, require_same
+
+    kinds = [c for c in found if c.pairs["arm"].iloc[0] == arm]
+    for name, value in (("exchange", exchange), ("queries", queries), ("form", form)):
+        if kinds:
+            first = kinds[0].pairs[name].iloc[0]
+            want = value if value is not None else (None if missing(first) else first)
+            kinds = [c for c in kinds if (None if missing(c.pairs[name].iloc[0]) else c.pairs[name].iloc[0]) == want]
+    if not kinds:
+        known = sorted({c.name for c in found})
+        raise ValueError(
+            f"arm={arm!r} exchange={exchange!r} queries={queries!r} form={form!r}: no such comparison; there are {', '.join(known) or 'none'}"
+        )
+    everything = pandas.concat([c.frame for c in kinds], ignore_index=True)
+    require_same(everything, ("node", "code_hash", "shape", "launch", "boundary"), "a policy")
+
+    cells: dict[tuple[int, str, int], list[Any]] = {}
+    for comparison in kinds:
+        first = comparison.pairs.iloc[0]
+        cells.setdefault((int(first["world"]), str(first["dtype"]), int(first["query_len"])), []).append(comparison)
+    entries, states, mixes = [], set(), set()
+    for (world, dtype, query_len), parts in sorted(cells.items()):
+        arms = [
+            pandas.concat(frames, ignore_index=True)
+            for frames in zip(*(crossover.arm_frames(c) for c in parts), strict=True)
+        ]
+        arms = [a[~a["point"].map(str).duplicated() | (a["process"] > 0)] for a in arms]
+        arms = [
+            a[(a["bytes_read"] > 0) & (a["cache_state"] == "cold" if (a["cache_state"] == "cold").any() else True)]
+            for a in arms
+        ]
+        if min(len(set(a["distinct_bytes_read"])) for a in arms) < 3:
+            continue
+        models = [fit_model(a, ALL_TERMS, vary=("mix",) if len(set(a["mix"])) > 1 else ()) for a in arms]
+        if models[0].cache_state != models[1].cache_state:
+            continue
+        states.add(models[0].cache_state)
+        mixes |= set(arms[1]["mix"])
+        uneven = 0.0
+        for point in arms[1]["point"]:
+            uneven = max(uneven, _uneven(point))
+        bounds = [
+            tuple(int(f(m.range[n][i] for m in models)) for i, f in ((0, max), (1, min)))
+            for n in ("context_tokens", "batch")
+        ]
+        entries.append(
+            Entry(
+                world,
+                dtype,
+                query_len,
+                bounds[0],
+                bounds[1],
+                round(uneven, 4),
+                *(_from_model(m, numpy) for m in models),
+            )
+        )
+    if not entries:
+        raise ValueError(
+            f"arm={arm!r}: fewer than three sizes that read keys in every cell; sweep more contexts or batches"
+        )
+    first = kinds[0].pairs.iloc[0]
+    texts = {name: None if missing(first[name]) else str(first[name]) for name in ("form", "exchange", "queries")}
+    provenance = {
+        "run": run, "node": str(first["node"]), "code_hash": str(first["code_hash"]), "commit": sorted(set(everything["commit"])),
+        "cache_state": sorted(states), "mixes": sorted(mixes), "source": kinds[0].source, "rows": len(everything),
+        "boundary": str(everything["boundary"].iloc[0]) or "the indexer alone; projections and attention out",
+    }  # fmt: skip
+    return Policy(arm=arm, shape=first["shape"], entries=tuple(entries), provenance=provenance, **texts)
+
+
+def _uneven(point: Any) -> float:
+    """Share of blocks that a Point's requests lack to its longest one."""
+    from m3cp.traffic import context_lengths
+
+    total, longest, count = _reads(context_lengths(point), point.shape)
+    return 1.0 - total / (count * longest) if longest else 0.0
+
+
+def _from_model(model: Any, numpy: Any) -> Arm:
+    """A cost model as plain numbers, in the order of `TERMS`; terms that never vary in a cell are not identified there."""
+    places = [model.terms.index(t) if t in model.terms else None for t in TERMS]
+    values = [0.0 if i is None else float(model.fit.usable[i]) for i in places]
+    size = len(TERMS)
+    covariance = numpy.zeros((size, size))
+    for a, i in enumerate(places):
+        for b, j in enumerate(places):
+            if i is not None and j is not None:
+                covariance[a, b] = model.fit.covariance[i, j]
+    weights, vectors = numpy.linalg.eigh(covariance)
+    root = vectors * numpy.sqrt(numpy.clip(weights, 0.0, None))
+    lower = numpy.linalg.qr(root.T, mode="r").T  # covariance = lower times its transpose
+    rounded = tuple(tuple(float(f"{v:.9g}") if abs(v) > 1e-12 else 0.0 for v in line) for line in lower)
+    kind = model.template.arm
+    llc = (model.llc_bytes or 0.0) / 1e6 if model.cache_state == "warm" else 0.0
+    return Arm(
+        tuple(float(f"{v:.9g}") for v in values),
+        rounded,
+        float(f"{model.fit.spread:.6g}"),
+        model.ramp_mb,
+        1 if kind.endswith("tp") else model.template.world,
+        llc,
+    )
+
+
+@dataclass(frozen=True)
+class Regret:
+    """What each strategy loses to the oracle, as a share of the oracle's time, with 95% intervals.
+
+    Args:
+        always_tp, always_cp, policy, threshold: (share, low, high).
+        steps: how many batches were judged; `refused` of them the policy refused (TP ran).
+        near: only batches within 50% of break-even were judged.
+    """
+
+    always_tp: tuple[float, float, float]
+    always_cp: tuple[float, float, float]
+    policy: tuple[float, float, float]
+    threshold: tuple[float, float, float]
+    threshold_blocks: int
+    steps: int
+    refused: int
+    near: bool
+
+    @property
+    def best_constant(self) -> str:
+        """Which of the two constants loses less: "tp" or "cp"."""
+        return "tp" if self.always_tp[0] <= self.always_cp[0] else "cp"
+
+    @property
+    def needed(self) -> bool:
+        """Whether deciding per step gains more over the best constant than its interval leaves in doubt, and 0.5%."""
+        constant = self.always_tp if self.best_constant == "tp" else self.always_cp
+        return constant[0] - self.policy[0] > 0.005 and constant[1] > self.policy[2]
+
+    @property
+    def text(self) -> str:
+        """The verdict in words."""
+        name = self.best_constant.upper()
+        rows = ", ".join(
+            f"{label} {100 * v[0]:.2f}% (95% {100 * v[1]:.2f} to {100 * v[2]:.2f})"
+            for label, v in (
+                ("always TP", self.always_tp),
+                ("always CP", self.always_cp),
+                ("per step", self.policy),
+                (f"threshold {self.threshold_blocks} blocks", self.threshold),
+            )
+        )
+        head = f"over {self.steps} steps{' within 50% of break-even' if self.near else ''}, loss against the oracle: {rows}"
+        head += f"; {self.refused} steps were outside the policy's range and ran TP" if self.refused else ""
+        verdict = "deciding per step pays" if self.needed else f"no policy is needed: always {name} does as well"
+        return f"{head}. {verdict[0].upper()}{verdict[1:]}."
+
+
+def regret(
+    policy: Policy,
+    batches: Sequence[Sequence[int]],
+    world: int,
+    dtype: str,
+    query_len: int = 1,
+    near: bool = True,
+    draws: int = 400,
+    seed: int = 0,
+) -> Regret:
+    """Loss of always-TP, always-CP, the policy and its threshold against an oracle, over decode batches.
+
+    The truth is uncertain: it is drawn from the fitted models' joint uncertainty, and each strategy is judged by each
+    draw. The oracle knows the draw.
+
+    Args:
+        batches: context lengths of each step.
+        near: judge only batches within 50% of break-even: those that would break even at 0.5 to 1.5 times their
+            lengths. All of them where none is near.
+        draws, seed: of the bootstrap.
+
+    Raises:
+        ValueError: no batch.
+    """
+    import numpy
+
+    require("batches", batches, len(batches) > 0, "at least one batch")
+    entry, shape = policy.entry(world, dtype, query_len), policy.shape
+    close = [b for b in batches if _near(policy, b, world, dtype, query_len)] if near else list(batches)
+    near = near and bool(close)
+    judged = close or list(batches)
+    rng = numpy.random.default_rng(seed)
+    costs = []
+    for arm in (entry.tp, entry.cp):
+        design = numpy.array([_terms(arm, *_reads(b, shape), query_len, shape.key_bytes(dtype) / 1e6) for b in judged])
+        values = numpy.array(arm.values) + rng.standard_normal((draws, len(TERMS))) @ numpy.array(arm.factor).T
+        costs.append(numpy.maximum(values @ design.T, 1e-9))
+    tp, cp = costs  # [draws, steps]
+    best = numpy.minimum(tp, cp).sum(axis=1)
+    threshold = policy.threshold_blocks(world, dtype, query_len, judged)
+    decided = [policy.decide(b, world, dtype, query_len) for b in judged]
+    picks = {
+        "always_tp": numpy.zeros(len(judged), bool),
+        "always_cp": numpy.ones(len(judged), bool),
+        "policy": numpy.array([d.path == "cp" for d in decided]),
+        "threshold": numpy.array([sum(shape.blocks(n) for n in b) > threshold for b in judged]),
+    }
+    centre = [numpy.array([policy.costs_us(b, world, dtype, query_len)[i] for b in judged]) for i in (0, 1)]
+    found = {}
+    for name, pick in picks.items():
+        loss = numpy.where(pick, cp, tp).sum(axis=1) / best - 1.0
+        middle = float(numpy.where(pick, centre[1], centre[0]).sum() / numpy.minimum(*centre).sum() - 1.0)
+        low, high = numpy.percentile(loss, [2.5, 97.5])
+        found[name] = (middle, float(min(low, middle)), float(max(high, middle)))
+    return Regret(
+        **found, threshold_blocks=threshold, steps=len(judged), refused=sum(d.refused for d in decided), near=near
+    )
+
+
+def _near(policy: Policy, batch: Sequence[int], world: int, dtype: str, query_len: int) -> bool:
+    signs = []
+    for scale in (0.5, 1.5):
+        tp, cp = policy.costs_us([round(n * scale) for n in batch], world, dtype, query_len)
+        signs.append(tp > cp)
+    return signs[0] != signs[1]
+
+
+@dataclass(frozen=True)
+class Static:
+    """The answer for an engine, whose switch is set at start-up, and a traffic.
+
+    Args:
+        path: "cp" or "tp".
+        gain_us: mean TP - CP a layer and step, (value, low, high).
+        relative: that gain as a share of TP's time.
+        confidence: probability that the path is the faster one over this traffic.
+        steps, refused: judged, and outside of the policy's range.
+    """
+
+    path: str
+    gain_us: tuple[float, float, float]
+    relative: float
+    confidence: float
+    steps: int
+    refused: int
+
+    @property
+    def text(self) -> str:
+        """The answer as a sentence."""
+        value, low, high = self.gain_us
+        word = "turn context parallelism on" if self.path == "cp" else "leave context parallelism off"
+        if self.steps == 0:
+            return f"undecided: all {self.refused} steps lie outside what was measured"
+        if low < 0 < high:
+            word = f"undecided, {word} if one must choose"
+        extra = f"; {self.refused} further steps lie outside what was measured and are left out" if self.refused else ""
+        return f"{word}: over {self.steps} steps CP changes a layer by {-value:+.2f} us (95% {-high:+.2f} to {-low:+.2f}), {-100 * self.relative:+.1f}% of the indexer, confidence {self.confidence:.0%}{extra}"
+
+
+def static(
+    policy: Policy,
+    batches: Sequence[Sequence[int]],
+    world: int,
+    dtype: str,
+    query_len: int = 1,
+    draws: int = 400,
+    seed: int = 0,
+) -> Static:
+    """On or off for a whole traffic: the mean gain a layer over its steps, with the fit's uncertainty.
+
+    Args:
+        batches: context lengths of each step; those outside the policy's range are counted and left out.
+    """
+    import numpy
+
+    entry, shape = policy.entry(world, dtype, query_len), policy.shape
+    inside = [b for b in batches if not policy.decide(b, world, dtype, query_len).refused]
+    refused = len(batches) - len(inside)
+    if not inside:
+        return Static("tp", (0.0, 0.0, 0.0), 0.0, 0.0, 0, refused)
+    rng = numpy.random.default_rng(seed)
+    means, drawn = [], []
+    for arm in (entry.tp, entry.cp):
+        mean = numpy.mean(
+            [_terms(arm, *_reads(b, shape), query_len, shape.key_bytes(dtype) / 1e6) for b in inside], axis=0
+        )
+        means.append(float(mean @ numpy.array(arm.values)))
+        noise = rng.standard_normal((draws, len(TERMS))) @ numpy.array(arm.factor).T
+        drawn.append(means[-1] + noise @ mean)
+    gain = means[0] - means[1]
+    low, high = (float(v) for v in numpy.percentile(drawn[0] - drawn[1], [2.5, 97.5]))
+    sure = float(numpy.mean((drawn[0] > drawn[1]) == (gain > 0)))
+    return Static(
+        "cp" if gain > 0 else "tp", (gain, low, high), gain / means[0] if means[0] else 0.0, sure, len(inside), refused
+    )

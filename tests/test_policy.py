@@ -1,0 +1,397 @@
+"""A policy decides like the model it came from, in microseconds, alike everywhere, and refuses what it does not know."""
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import timeit
+from pathlib import Path
+
+import pytest
+import synthetic
+
+from m3cp import crossover, fit, frames, policy, traffic, workload
+from m3cp.shapes import Point
+
+CONTEXTS, BATCHES = (4096, 8192, 16_384, 32_768, 65_536, 131_072), (1, 2, 8, 32, 64)
+
+
+@pytest.fixture(scope="module")
+def found():
+    rows = synthetic.rows(contexts=CONTEXTS, batches=BATCHES, noise=0.004)
+    for mix in ("one_long_rest_1k", "log_uniform"):
+        rows += synthetic.rows(contexts=(32_768, 131_072), batches=(2, 8, 32), noise=0.004, mix=mix, seed=2)
+    return crossover.comparisons(frames.table(rows), draws=50)
+
+
+@pytest.fixture(scope="module")
+def made(found):
+    return policy.from_comparisons(found, run="synthetic run")
+
+
+def true_gain(lengths):
+    """TP - CP of the planted machine for a batch of given lengths, written out."""
+    blocks = [-(-n // 128) - 1 for n in lengths if -(-n // 128) > 16]
+    costs = []
+    for truth, ranks in ((synthetic.TP, 1), (synthetic.CP, 2)):
+        mb, depth = sum(blocks) / ranks * 32_768 / 1e6, synthetic.math.log2(1 + max(blocks) / ranks)
+        costs.append(
+            truth["launch"]
+            + truth["us_per_mb"] * mb
+            + truth["rows"] * len(lengths)
+            + truth["depth"] * depth
+            + truth["ramp"] * mb / (mb + 10)
+        )
+    return costs[0] - costs[1]
+
+
+BATCH_LIST = [
+    [8192],
+    [4096] * 2,
+    [131_072] * 8,
+    [131_072] + [1024] * 31,
+    [100_000, 40_000, 20_000, 5000],
+    [9000] * 64,
+    [131_072] * 64,
+]
+
+
+@pytest.mark.parametrize("lengths", BATCH_LIST, ids=str)
+def test_it_decides_as_the_planted_machine_does(made, lengths):
+    decision, truth = made.decide(lengths, 2, "bf16"), true_gain(lengths)
+    assert decision.path == ("cp" if truth > 0 else "tp") and not decision.refused
+    assert decision.gain_us == pytest.approx(truth, abs=max(0.15, 0.03 * abs(truth)))
+    assert decision.confidence > 0.5 and f"{abs(decision.gain_us):.1f} us" in decision.reason
+
+
+def test_it_agrees_with_the_cost_model(found, made):
+    main = found[0]
+    tp, cp = (fit.fit_model(rows, fit.ALL_TERMS) for rows in crossover.arm_frames(main))
+    for context in (8192, 50_048, 131_072):
+        for batch in (1, 8, 64):
+            ours = made.costs_us([context] * batch, 2, "bf16")
+            assert ours == pytest.approx((tp.us(tp.point(context, batch)), cp.us(cp.point(context, batch))), rel=0.02)
+
+
+def test_a_decision_takes_less_than_30_us(made):
+    lengths = [30_000 + 997 * i for i in range(64)]
+    assert not made.decide(lengths, 2, "bf16").refused
+    best = min(timeit.repeat(lambda: made.decide(lengths, 2, "bf16"), number=20, repeat=300)) / 20
+    assert best < 30e-6, f"{best * 1e6:.1f} us"
+
+
+def test_it_is_loaded_and_used_without_numpy_pandas_or_torch(made, tmp_path):
+    """What an engine does: read the file and decide, in a process in which nothing heavy can be imported."""
+    path = made.save(tmp_path / "policy.json")
+    code = f"""
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "triton", "numpy", "pandas", "scipy"):
+            raise ImportError("blocked: " + name)
+sys.meta_path.insert(0, Block())
+from m3cp import policy
+p = policy.load({str(path)!r})
+for lengths in {BATCH_LIST!r}:
+    print(p.decide(lengths, 2, "bf16"))
+"""
+    for _ in range(2):  # as two ranks would
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent.parent
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == [str(made.decide(lengths, 2, "bf16")) for lengths in BATCH_LIST]
+
+
+def test_padding_rows_and_order_change_nothing(made):
+    plain = made.decide([60_000, 9000, 1000], 2, "bf16")
+    assert made.decide([0, 1000, 60_000, 0, 9000, 0], 2, "bf16") == plain
+    assert made.decide((9000, 1000, 60_000), 2, "auto") == plain
+
+
+@pytest.mark.parametrize(
+    ("lengths", "changes", "words"),
+    [
+        ([8192], {"world": 4}, "world=4 dtype=bf16 query_len=1 was not measured; the policy has world=2"),
+        ([8192], {"dtype": "fp8_e4m3fn"}, "dtype=fp8_e4m3fn"),
+        ([8192], {"query_len": 4}, "query_len=4"),
+        ([8192] * 65, {}, "batch=65 outside 1 to 64"),
+        ([200_000], {}, "longest context of 200000 tokens outside 4096 to 131072"),
+        ([3000] * 4, {}, "longest context of 3000 tokens outside 4096 to 131072"),
+    ],
+    ids=lambda v: str(v)[:30],
+)
+def test_it_refuses_in_words_outside_its_range(made, lengths, changes, words):
+    decision = made.decide(lengths, **{"world": 2, "dtype": "bf16", **changes})
+    assert decision.refused and words in decision.reason
+    assert (decision.path, decision.gain_us, decision.confidence) == ("tp", 0.0, 0.0)
+
+
+def test_uniform_rows_alone_say_nothing_of_skewed_batches():
+    uniform = policy.from_comparisons(
+        crossover.comparisons(frames.table(synthetic.rows(contexts=CONTEXTS, batches=BATCHES)), draws=20)
+    )
+    assert not uniform.decide([50_000] * 8, 2, "bf16").refused
+    assert "more uneven" in uniform.decide([131_072] + [1024] * 7, 2, "bf16").reason
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0], [2048] * 8, [100]])
+def test_where_nothing_is_read_there_is_nothing_to_gain(made, lengths):
+    decision = made.decide(lengths, 2, "bf16")
+    assert decision.path == "tp" and decision.gain_us == 0 and not decision.refused and "nothing" in decision.reason
+
+
+def test_confidence_falls_towards_break_even(made):
+    line = [made.decide([n], 2, "bf16") for n in range(8192, 131_072, 4096)]
+    flip = next(i for i, d in enumerate(line) if d.path == "cp")
+    assert 0 < flip < len(line) - 1
+    assert all(d.path == "cp" for d in line[flip:])
+    near = min(line[flip - 1].confidence, line[flip].confidence)
+    assert near < 0.99 and line[0].confidence > near and line[-1].confidence > 0.999
+
+
+def test_the_file_round_trips_and_is_reproducible(made, tmp_path):
+    path = made.save(tmp_path / "deep" / "policy.json")
+    again = policy.load(path)
+    assert again == made and again.to_json() == made.to_json() == path.read_text()
+    values = json.loads(path.read_text())
+    assert (
+        values["version"] == 1
+        and values["arm"] == "cp"
+        and values["exchange"] == "collective"
+        and values["queries"] == "gathered"
+    )
+    assert values["provenance"]["run"] == "synthetic run" and values["provenance"]["node"] == "synthetic 2x H200"
+    assert values["provenance"]["mixes"] == ["log_uniform", "one_long_rest_1k", "uniform"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": 2}, "version=2, this code reads version 1"),
+        ({"format": "recipe"}, "format='recipe'"),
+        ({"colour": "red"}, "colour"),
+        ({"entries": []}, "entries"),
+        ({"arm": "tp"}, "arm='tp'"),
+        ({"terms": ["launch"]}, "terms"),
+    ],
+)
+def test_other_files_are_refused_by_name(made, tmp_path, change, words):
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps({**json.loads(made.to_json()), **change}))
+    with pytest.raises(ValueError, match=words):
+        policy.load(path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        policy.load(path)
+
+
+def test_one_policy_is_for_one_arm_exchange_and_way_to_share(found):
+    rows = synthetic.rows(contexts=(8192, 32_768, 131_072), batches=(1, 8))
+    cheaper = [
+        dataclasses.replace(
+            r, point=dataclasses.replace(r.point, queries="replicated"), samples_us=[s - 1 for s in r.samples_us]
+        )
+        for r in rows
+        if r.point.arm == "cp"
+    ]
+    both = crossover.comparisons(frames.table(rows + cheaper), draws=20)
+    gathered, replicated = (policy.from_comparisons(both, queries=q) for q in ("gathered", "replicated"))
+    difference = gathered.costs_us([32_768], 2, "bf16")[1] - replicated.costs_us([32_768], 2, "bf16")[1]
+    assert difference == pytest.approx(1.0, abs=0.05)
+    with pytest.raises(ValueError, match="arm='vllm_cp'.*there are cp_staged"):
+        policy.from_comparisons(both, arm="vllm_cp")
+    other = crossover.comparisons(frames.table([dataclasses.replace(r, node="another") for r in rows]), draws=20)
+    with pytest.raises(ValueError, match="node: another, synthetic"):
+        policy.from_comparisons(both + other)
+
+
+def test_published_rows_make_a_policy_for_that_engine():
+    made = policy.from_comparisons(
+        crossover.comparisons(frames.published(), draws=20), run="published", arm="sglang_cp"
+    )
+    assert made.decide([8192] * 8, 4, "fp8_e4m3fn").path == "tp"
+    assert made.decide([131_072] * 32, 4, "fp8_e4m3fn").path == "cp"
+    assert made.provenance["source"] == "published" and made.provenance["cache_state"] == ["warm"]
+
+
+# The one threshold, regret, and the answer for a switch at start-up.
+
+
+def test_the_threshold_agrees_with_the_best_one_by_trying_all(made):
+    batches = [list(s.context_lengths) for s in workload.generate("log_uniform", 60, 65_536, batch=2, seed=1)]
+    sums = [sum(-(-n // 128) for n in b) for b in batches]
+
+    def loss(threshold):
+        return sum(made.costs_us(b, 2, "bf16")[s > threshold] for b, s in zip(batches, sums, strict=True))
+
+    chosen = made.threshold_blocks(2, "bf16", batches=batches)
+    assert loss(chosen) == pytest.approx(min(loss(t) for t in (-1, 0, *sums)), rel=1e-9)
+    assert 0 < chosen < max(sums)
+    default = made.threshold_blocks(2, "bf16")
+    assert 100 < default < 400  # one request breaks even near 250 blocks on this machine
+
+
+def test_threshold_where_one_path_always_wins(made):
+    assert made.threshold_blocks(2, "bf16", batches=[[131_072] * 32]) < 32 * 1024
+    assert made.threshold_blocks(2, "bf16", batches=[[8192]]) >= 64
+
+
+def test_regret_of_constants_policy_and_threshold(made):
+    batches = [
+        list(s.context_lengths) for n in (1, 2) for s in workload.generate("log_uniform", 80, 131_072, batch=n, seed=n)
+    ]
+    found = policy.regret(made, batches, 2, "bf16")
+    assert found.near and 10 < found.steps < 160
+    assert found.policy[0] <= min(found.always_tp[0], found.always_cp[0]) + 1e-12
+    assert found.policy[0] <= found.threshold[0] + 1e-12
+    for share, low, high in (found.always_tp, found.always_cp, found.policy, found.threshold):
+        assert 0 <= low <= share <= high
+    everywhere = policy.regret(made, batches, 2, "bf16", near=False)
+    assert everywhere.steps == 160 and everywhere.always_tp[0] > found.always_tp[0]
+
+
+def test_where_a_constant_does_as_well_no_policy_is_needed(made):
+    easy = policy.regret(made, [[131_072] * 8, [131_072] * 16, [65_536] * 32], 2, "bf16")
+    assert not easy.needed and "No policy is needed: always CP does as well" in easy.text
+    assert easy.always_cp[0] == 0 and easy.always_tp[0] > 0.3
+
+
+def test_where_both_are_often_wrong_a_policy_is_needed(made):
+    sharp = dataclasses.replace(
+        made.entries[0], cp=dataclasses.replace(made.entries[0].cp, values=(15.0, *made.entries[0].cp.values[1:]))
+    )
+    steep = dataclasses.replace(made, entries=(sharp,), _deciders={})
+    batches = [[8192] * 2] * 50 + [[131_072] * 8] * 10
+    found = policy.regret(steep, batches, 2, "bf16", near=False)
+    assert found.needed and "Deciding per step pays" in found.text
+
+
+def test_the_static_answer(made):
+    on = policy.static(made, [[131_072] * 8] * 5 + [[200_000]], 2, "bf16")
+    assert on.path == "cp" and on.refused == 1 and on.steps == 5 and on.confidence > 0.99
+    assert on.text.startswith("turn context parallelism on") and "1 further steps" in on.text
+    assert (
+        on.gain_us[0] == pytest.approx(true_gain([131_072] * 8), rel=0.03)
+        and on.gain_us[1] < on.gain_us[0] < on.gain_us[2]
+    )
+    off = policy.static(made, [[8192]] * 5, 2, "bf16")
+    assert off.path == "tp" and off.text.startswith("leave context parallelism off")
+    nothing = policy.static(made, [[200_000]], 2, "bf16")
+    assert nothing.text.startswith("undecided: all 1 steps")
+
+
+# Workloads.
+
+
+def test_workloads_round_trip(tmp_path):
+    steps = workload.generate("agentic", 20, 131_072, concurrency=24)
+    path = workload.write(tmp_path / "a" / "steps.jsonl", steps)
+    assert workload.read(path) == steps
+    path.write_text("[1024, 2048]\n\n" + path.read_text())
+    assert workload.read(path)[0] == workload.Step((1024, 2048))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{}", "line 1: must be"),
+        ("[-1]", "context_lengths"),
+        ("[1.5]", "context_lengths"),
+        ('{"context_lengths": [5], "shared_prefix_tokens": 9}', "shared_prefix_tokens=9"),
+        ("x", "line 1"),
+        ("", "no step"),
+    ],
+)
+def test_bad_workloads_are_named(tmp_path, line, words):
+    path = tmp_path / "steps.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ValueError, match=words):
+        workload.read(path)
+
+
+def test_generators():
+    assert workload.generate("uniform", 2, 8192, batch=3) == [workload.Step((8192,) * 3)] * 2
+    logs = [n for s in workload.generate("log_uniform", 400, 65_536, batch=4) for n in s.context_lengths]
+    assert min(logs) >= 1024 and max(logs) <= 65_536 and 7000 < statistics.median(logs) < 9500
+    agentic = workload.generate("agentic", 3000, 1 << 20, concurrency=30, seed=3)
+    assert agentic == workload.generate("agentic", 3000, 1 << 20, concurrency=30, seed=3)
+    ratios = [max(s.context_lengths) / min(s.context_lengths) for s in agentic]
+    deciles = statistics.quantiles(ratios, n=10)
+    assert 2.2 < deciles[4] < 2.8 and 17 < deciles[8] < 27
+    sizes = [len(s.context_lengths) for s in agentic]
+    assert min(sizes) == 7 and max(sizes) == 12  # 22 to 41% of 30
+    assert statistics.mean(s.distinct_tokens / sum(s.context_lengths) for s in agentic) < 0.75
+    for bad in ({"kind": "chaos"}, {"steps": 0}, {"batch": 0}, {"concurrency": 5}, {"context_tokens": 10}):
+        with pytest.raises(ValueError, match=next(iter(bad)).replace("concurrency", "batch")):
+            workload.generate(**{"kind": "uniform", "steps": 1, "context_tokens": 8192, "batch": 1, **bad})
+
+
+def test_a_trace_becomes_steps(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 0, "input_length": 1024, "output_length": 100, "hash_ids": [1, 2]},
+        {"timestamp": 0, "input_length": 1536, "output_length": 50, "hash_ids": [1, 2, 3]},
+        {"timestamp": 10_000, "input_length": 512, "output_length": 100, "hash_ids": [9]},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    requests = workload.read_trace(path)
+    steps = workload.from_trace(requests, tpot_ms=10, prefill_tokens_s=1e9, steps=200)
+    assert len(steps) == 200  # 2 s of decoding in all: nothing is sampled from the pause
+    first, middle, last = steps[0], steps[75], steps[-1]
+    assert first == workload.Step((1025, 1537), 1024)
+    assert middle.shared_prefix_tokens == 0 and middle.context_lengths == (1024 + 76,)
+    assert last.context_lengths == (512 + 100,)
+    seconds = tmp_path / "seconds.jsonl"
+    seconds.write_text(
+        "\n".join(
+            json.dumps(
+                {
+                    "t": v["timestamp"] / 1000,
+                    "in": v["input_length"],
+                    "out": v["output_length"],
+                    "block_ids": v["hash_ids"],
+                }
+            )
+            for v in lines
+        )
+    )
+    assert workload.read_trace(seconds) == requests
+
+
+def test_cached_blocks_need_no_prefill():
+    requests = [workload.Request(0.0, 1024, 10, ("a", "b")), workload.Request(0.0, 1024, 10, ("a", "b"))]
+    steps = workload.from_trace(requests, tpot_ms=10, prefill_tokens_s=1024, steps=20)
+    assert {len(s.context_lengths) for s in steps} == {1}  # the second one decodes at once, a second before the first
+    assert (
+        len(workload.from_trace(requests, tpot_ms=10, prefill_tokens_s=1e9, steps=4, max_batch=1)[0].context_lengths)
+        == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({"in": 1, "out": 1}, "time_s, time, t, timestamp_ms, timestamp"),
+        ({"t": 0, "out": 1}, "input_tokens"),
+        ({"t": 0, "in": 1}, "output_tokens"),
+        ([], "object"),
+    ],
+)
+def test_bad_traces_are_named(tmp_path, line, words):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(line))
+    with pytest.raises(ValueError, match=words):
+        workload.read_trace(path)
+    with pytest.raises(ValueError, match="nothing decodes"):
+        workload.from_trace([workload.Request(0, 5, 0)])
+    with pytest.raises(ValueError, match="steps=0"):
+        workload.from_trace([workload.Request(0, 5, 1)], steps=0)
+
+
+def test_shared_prefixes_stay_countable():
+    step = workload.Step((1000, 2000, 0), 900)
+    assert step.distinct_tokens == 3000 - 900
+    point = Point(2000, 2, shared_prefix_tokens=896, form="staged")
+    assert traffic.distinct_bytes_read(point) <= traffic.bytes_read(point)
