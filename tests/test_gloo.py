@@ -1,0 +1,212 @@
+"""Ranks that are processes: TP and CP over gloo, from the queries' gather to the owned ids."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import CASES
+from problems import assert_ids, build, oracle, poison_fresh_memory
+from ranks import Ranks
+
+from m3cp import reference
+from m3cp.decode import CPDecode, TPDecode
+from m3cp.exchange import CollectiveExchange, SymmetricExchange
+from m3cp.shapes import IndexerShape
+from m3cp.shard import Shard
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request):
+    ranks = Ranks(request.param)
+    yield ranks
+    ranks.close()
+
+
+def group_gather(out, payload):
+    """What an engine might hand in: it knows 32-bit words only."""
+    assert (
+        out.dtype == payload.dtype == torch.int32
+        and out.dim() == payload.dim() == 1
+        and out.numel() == payload.numel() * dist.get_world_size()
+    )
+    parts = list(out.view(dist.get_world_size(), -1).unbind(0))
+    dist.all_gather(parts, payload)
+
+
+def exchange_of(kind):
+    return {
+        "group": CollectiveExchange,
+        "callable": lambda: CollectiveExchange(gather=group_gather),
+        "symmetric": SymmetricExchange,
+    }[kind]()
+
+
+def decode_cases(rank, names, kind, queries):
+    """Owned ids of each case, from one object per shape; and the collectives of each call."""
+    shard_of = {}
+    found = []
+    for case in (c for c in CASES if c.name in names):
+        problem = case.problem
+        shard = shard_of.setdefault(case.shape.heads, Shard(rank, dist.get_world_size(), case.shape.heads))
+        exchange = exchange_of(kind)
+        cp = CPDecode(case.shape, shard, exchange=exchange, queries=queries, **problem.bounds())
+        given = problem.q if queries == "replicated" else problem.heads(shard.owned_heads)
+        ids = [
+            cp(given, *problem.tensors[1:], query_len=case.query_len).clone() for _ in range(3)
+        ]  # slots by parity come round
+        tp = TPDecode(case.shape, shard, **problem.bounds())(
+            problem.heads(shard.owned_heads), *problem.tensors[1:], query_len=case.query_len
+        )
+        found.append((shard, ids, tp, exchange.calls / 3))
+    return found
+
+
+NAMES = (
+    "m3",
+    "one head",
+    "eight heads fill the tile twice",
+    "ties",
+    "NaN and infinities among the keys",
+    "bad pages",
+    "no request",
+    "longer than the bound",
+)
+
+
+@pytest.mark.parametrize("kind", ["group", "callable", "symmetric"])
+@pytest.mark.parametrize("queries", ["gathered", "replicated"])
+def test_every_rank_gets_its_heads_ids(ranks, kind, queries):
+    answers = ranks.run(decode_cases, NAMES, kind, queries)
+    chosen = [c for c in CASES if c.name in NAMES]
+    for rank, found in enumerate(answers):
+        for case, (shard, ids, tp, calls) in zip(chosen, found, strict=True):
+            expect = case.expect[shard.owned_heads.start : shard.owned_heads.stop]
+            for call, got in enumerate([*ids, tp]):
+                assert_ids(got, expect, f"{case.name}, rank {rank}, call {call}")
+            assert calls == (0 if not case.lengths else 1 + (queries == "gathered"))
+
+
+def bits(rank, kind):
+    """Scores of the rank's shard, of a TP rank's heads, and what CP chose, on data that no order of summation leaves alone."""
+    shape = IndexerShape(topk=3, local_blocks=0)
+    problem = build(shape, [128 * 17, 128 * 9 + 5], 2, kind=kind, seed=11)
+    shard = Shard(rank, dist.get_world_size(), 4)
+    cp = CPDecode(shape, shard, exchange=CollectiveExchange(), **problem.bounds())
+    cp(problem.heads(shard.owned_heads), *problem.tensors[1:], query_len=2)
+    tp = TPDecode(shape, shard, **problem.bounds())
+    tp(problem.heads(shard.owned_heads), *problem.tensors[1:], query_len=2)
+    return cp._scores.clone(), tp._scores.clone(), cp._out.clone(), tp._out.clone()
+
+
+@pytest.mark.parametrize("kind", ["free", "ulp"])
+def test_scores_have_the_same_bits_on_every_rank(ranks, kind):
+    answers = ranks.run(bits, kind)
+    shape = IndexerShape(topk=3, local_blocks=0)
+    problem = build(shape, [128 * 17, 128 * 9 + 5], 2, kind=kind, seed=11)
+    whole = reference.score(
+        *problem.tensors, shape=shape, shard=Shard(0, 1, 4), query_len=2, max_context=problem.max_context
+    )
+    for rank, (cp_scores, tp_scores, cp_ids, tp_ids) in enumerate(answers):
+        assert torch.equal(cp_scores, whole[:, :, rank :: ranks.world]), f"CP, rank {rank}"
+        owned = Shard(rank, ranks.world, 4).owned_heads
+        assert torch.equal(tp_scores, whole[:, owned.start : owned.stop]), f"TP, rank {rank}"
+        assert torch.equal(cp_ids, tp_ids)
+
+
+def carry(rank, kind):
+    """X10: payloads whose 32-bit halves are NaN patterns, zeros and ones, back from every rank, stacked and flat."""
+    world = dist.get_world_size()
+    halves = torch.tensor([0x7FC00001, 0, 0xFFFFFFFF, 0x7F800001, 0xFFC00000, 0x80000000, 1, 0x7FFFFFFF])
+    keys = ((halves[:, None] << 32) | halves[None]).view(8, 8) ^ rank
+    exchange = exchange_of(kind)
+    gather = exchange.attach(Shard(rank, world, world), torch.device("cpu"), 2 * keys.numel())
+    found = []
+    for payload in (keys, keys.flatten(), keys.flatten()[:3].contiguous(), keys.view(torch.bfloat16)):
+        out = torch.empty(world, *payload.shape, dtype=payload.dtype)
+        gather(out, payload)
+        expect = torch.stack(
+            [
+                (keys ^ rank ^ other).view(payload.dtype).flatten()[: payload.numel()].view(payload.shape)
+                for other in range(world)
+            ]
+        )
+        found.append(torch.equal(out.view(torch.int16), expect.view(torch.int16)))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["group", "callable", "symmetric"])
+def test_keys_travel_bit_for_bit(ranks, kind):
+    assert ranks.run(carry, kind) == [[True] * 4] * ranks.world
+
+
+def refusals(rank):
+    """X02: a shard that does not fit the group, before any collective."""
+    world = dist.get_world_size()
+    shape = IndexerShape(topk=4)
+    problem = build(shape, [300])
+    said = []
+    for shard in (Shard(rank, 2 * world, 4), Shard(0, 1, 4), Shard((rank + 1) % world, world, 4)):
+        for exchange in (CollectiveExchange(), SymmetricExchange()):
+            try:
+                CPDecode(shape, shard, exchange=exchange, **problem.bounds())
+                said.append("nothing")
+            except ValueError as error:
+                said.append(str(error))
+    shard = Shard(rank, world, 4)
+    cp = CPDecode(shape, shard, exchange=CollectiveExchange(), **problem.bounds())
+    for q in (problem.q, problem.q.reshape(4, 1, 128), problem.q.reshape(1, 512), problem.q[:, :0]):
+        try:
+            cp(q, *problem.tensors[1:])
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_shard_that_does_not_fit_is_refused(ranks):
+    for rank, said in enumerate(ranks.run(refusals)):
+        world = ranks.world
+        for text in said[:2]:
+            assert f"shard.world={2 * world}: the process group has {world} ranks" in text
+        for text in said[2:4]:
+            assert f"shard.world=1: the process group has {world} ranks" in text
+        for text in said[4:6]:
+            assert f"shard.rank={(rank + 1) % world}: this process is rank {rank}" in text
+        for text in said[6:]:
+            assert text.startswith("q of shape") and (f"heads={4 // world}" in text or "3 dimensions" in text)
+
+
+def stale(rank):
+    """Two objects, batches of changing size: what one call leaves never shows in the next."""
+    poison_fresh_memory(0xFF)
+    shape = IndexerShape(topk=4)
+    shard = Shard(rank, dist.get_world_size(), 4)
+    problems = [
+        build(shape, [128 * 12, 128 * 11, 40], 2, seed=1),
+        build(shape, [128 * 2], 1, seed=2, max_context=128 * 12),
+    ]
+    problems += [build(shape, [128 * 9, 0], 2, seed=3, max_context=128 * 12)]
+    objects = [
+        CPDecode(shape, shard, exchange=kind(), **problems[0].bounds())
+        for kind in (CollectiveExchange, SymmetricExchange)
+    ]
+    found = []
+    for problem in problems + problems[::-1]:
+        for cp in objects:
+            found.append(
+                cp(problem.heads(shard.owned_heads), *problem.tensors[1:], query_len=problem.query_len).clone()
+            )
+    return found
+
+
+def test_calls_do_not_see_each_other(ranks):
+    shape = IndexerShape(topk=4)
+    problems = [
+        build(shape, [128 * 12, 128 * 11, 40], 2, seed=1),
+        build(shape, [128 * 2], 1, seed=2, max_context=128 * 12),
+    ]
+    problems += [build(shape, [128 * 9, 0], 2, seed=3, max_context=128 * 12)]
+    expect = [oracle(p) for p in problems + problems[::-1] for _ in range(2)]
+    for rank, found in enumerate(ranks.run(stale)):
+        owned = Shard(rank, ranks.world, 4).owned_heads
+        for got, want in zip(found, expect, strict=True):
+            assert_ids(got, want[owned.start : owned.stop])
