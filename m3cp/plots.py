@@ -513,7 +513,7 @@ def bandwidth_curve(
     )  # fmt: skip
     if datasheet_gbs:
         axis.axhline(datasheet_gbs, color=FLOOR_COLOUR, linestyle=":", label="memory, data sheet")
-    axis.set_ylim(0)
+    axis.set_ylim(0, 1.15 * max([c["gbs"] for c in curve] + [datasheet_gbs or 0.0]))
     axis.set_xlabel("footprint read again and again, MiB")
     axis.set_ylabel("GB/s, one rank")
     axis.set_title(f"Read rate by footprint  ·  {node}", loc="left", fontsize=10)

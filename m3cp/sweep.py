@@ -48,6 +48,15 @@ AXES: dict[str, Any] = {
     "shared_prefix_tokens": 0,
     "seed": 0,
 }
+# What the default grid adds on GPUs: ragged batches and speculative verification (context, batch, mix, query_len).
+EXTRA_SHAPES = (
+    (131072, 8, "one_long_rest_1k", 1),
+    (131072, 32, "one_long_rest_1k", 1),
+    (131072, 32, "log_uniform", 1),
+    (8192, 8, "uniform", 4),
+    (32768, 32, "uniform", 4),
+    (131072, 8, "uniform", 4),
+)
 
 
 @dataclass(frozen=True)
@@ -178,37 +187,18 @@ def default_grid(device: str, worlds: Sequence[int], quick: bool = False) -> lis
         points.update(dict.fromkeys(expand(grid, device=device)))
 
     if top == 1:  # one GPU: CP's part without the exchange, for the worlds that a node may have
+        arms, extra_world = ["tp", "cp_local", "page_read"], 2
         add({**cells, "worlds": [1], "arms": ["tp", "page_read"]})
-        add({**cells, "worlds": [2], "arms": ["tp", "cp_local", "page_read"]})
-        add({**ends, "worlds": [8], "arms": ["tp", "cp_local", "page_read"]})
-        arms = ["tp", "cp_local", "page_read"]
-        ragged = 2
+        add({**cells, "worlds": [2], "arms": arms})
+        add({**cells, "batches": [32], "worlds": [8], "arms": arms})
     else:
+        extra_world = top
         for world in worlds:
             add({**(cells if world == top else ends), "worlds": [world], "arms": arms})
         add({**ends, "worlds": [top], "arms": ["cp_local"]})
-        ragged = top
-    add(
-        {
-            "contexts": [131072],
-            "batches": [8, 32, 64],
-            "mixes": ["one_long_rest_1k"],
-            "max_context": 524288,
-            "worlds": [ragged],
-            "arms": arms,
-        }
-    )
-    for context, batch in ((8192, 8), (32768, 32), (131072, 8)):
-        add(
-            {
-                "contexts": [context],
-                "batches": [batch],
-                "query_lens": [4],
-                "max_context": 524288,
-                "worlds": [ragged],
-                "arms": arms,
-            }
-        )
+    for context, batch, mix, query_len in EXTRA_SHAPES:
+        one = {"contexts": [context], "batches": [batch], "mixes": [mix], "query_lens": [query_len]}
+        add({**one, "max_context": cells["max_context"], "worlds": [extra_world], "arms": arms})
     return list(points)
 
 
@@ -497,9 +487,11 @@ def in_subprocess(
             bar.update(len(newest) - bar.n)
         said = [line for line in log.read_text(errors="replace").splitlines() if line.strip() and "point/s" not in line]
         print("\n".join(said))
-        if process.returncode not in (0, FAILED):
+        missing = len(wanted) - len(newest)
+        if process.returncode not in (0, FAILED) or (missing and not minutes):
+            words = said[-1] if said else "it said nothing"
             raise WorkersFailed(
-                f"the sweep ended with exit status {process.returncode}: {said[-1] if said else 'it said nothing'}"
+                f"the sweep ended with exit status {process.returncode}, {missing} Points have no row: {words}"
             )
     return [newest[p] for p in points if p in newest]
 

@@ -371,14 +371,16 @@ def test_grids_come_from_yaml_json_and_points(tmp_path):
 @pytest.mark.parametrize("worlds", [[1], [1, 2], [2]])
 def test_the_default_gpu_grid_is_what_the_issue_asks_for(worlds):
     points = sweep.default_grid("cuda", worlds)
-    assert len(points) == len(set(points)) <= 155 and {p.cache for p in points} == {"cold"}
+    assert len(points) == len(set(points)) <= 150 and {p.cache for p in points} == {"cold"}
     top = max(worlds)
     arms = {"tp", "cp", "page_read"} if top > 1 else {"tp", "cp_local", "page_read"}
     for context in (1024, 8192, 32768, 131072, 524288):
         for batch in (1, 8, 32, 64):
             assert arms <= {p.arm for p in points if p.context_tokens == context and p.batch == batch}
     assert len({(p.context_tokens, p.batch) for p in points if p.query_len == 4}) == 3
-    assert len({(p.context_tokens, p.batch) for p in points if p.mix == "one_long_rest_1k"}) == 3
+    # B05: one long row among short ones, and lengths spread evenly in their logarithm.
+    assert len({(p.batch, p.mix) for p in points if p.mix != "uniform"}) == 3
+    assert {p.mix for p in points} == {"uniform", "one_long_rest_1k", "log_uniform"}
     assert {p.queries for p in points if p.arm == "cp"} == ({"gathered", "replicated"} if top > 1 else set())
 
 
