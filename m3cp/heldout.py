@@ -249,3 +249,29 @@ def markdown(frame, terms: Sequence[str] = ALL_TERMS) -> str:
         ]
         lines.append(f"| {state} | {row['held_out'].replace('_tokens', '')} | {row['rows']} | {show[0]} | {show[1]} |")
     return "\n".join(lines)
+
+
+def main(run: str = "") -> list[str]:
+    """What `m3cp fit --errors` does: the error tables, the aims, and what moves the line; returns the lines to print.
+
+    Raises:
+        ValueError, FileNotFoundError: in words, as the functions called do.
+    """
+    from m3cp.crossover import comparisons, grids, movers
+    from m3cp.frames import load_run
+
+    loaded = load_run(run)
+    lines = [f"Errors of the cost model on {loaded.name}", "", markdown(loaded.frame)]
+    for comparison in grids(comparisons(loaded.frame, ALL_TERMS, draws=100)):
+        lines += ["", comparison.name]
+        if comparison.tp is None or comparison.cp is None:
+            lines.append("  too few sizes for a fit")
+            continue
+        if min(len(comparison.tp.fit.residuals), len(comparison.cp.fit.residuals)) >= 4:
+            lines += [f"  {target.text}" for target in targets(comparison)]
+        lines += [f"  {answer.text}" for answer in (*comparison.measured, *comparison.model)]
+        known = [int(a.at) for a in comparison.model if a.answer == "crosses"] or [
+            int(b) for b in comparison.pairs["batch"]
+        ]
+        lines += [f"  {line}" for line in movers(comparison.tp, comparison.cp, known[len(known) // 2])]
+    return lines

@@ -556,3 +556,62 @@ def collective_latency(collectives: Sequence[dict[str, Any]], node: str) -> Figu
     axis.set_title(f"All-gather latency  ·  {node}", loc="left", fontsize=10)
     axis.legend(loc="best")
     return fig
+
+
+@styled
+def served(table: Any, title: str = "Change of time per output token, CP against TP") -> Figure:
+    """Measured serving changes against what the layer's time predicts, with the line on which they would agree.
+
+    Args:
+        table: with source, concurrency, measured_ms, predicted_ms, predicted_low_ms and predicted_high_ms, as
+            `serving.against_published` makes it.
+        title: of the figure.
+
+    Raises:
+        ValueError: nothing to show.
+    """
+    if not len(table):
+        raise ValueError("served: nothing to show, no row has a measured change")
+    fig = figure(5.2, 5.0)
+    axis = fig.subplots()
+    ends = [*table["measured_ms"], *table["predicted_low_ms"], *table["predicted_high_ms"], 0.0]
+    low, high = min(ends) - 0.06 * (max(ends) - min(ends)), max(ends) + 0.06 * (max(ends) - min(ends))
+    axis.plot([low, high], [low, high], color=LINE_COLOUR, linewidth=1.0, label="prediction explains all of it")
+    axis.axhline(0.0, color=FLOOR_COLOUR, linewidth=0.8)
+    axis.axvline(0.0, color=FLOOR_COLOUR, linewidth=0.8)
+    published = table["source"].str.startswith(("AgentX", "TPOT"))
+    for mine, word, face in ((table[published], "published", "none"), (table[~published], "measured", CP_COLOUR)):
+        if len(mine):
+            axis.hlines(
+                mine["measured_ms"],
+                mine["predicted_low_ms"],
+                mine["predicted_high_ms"],
+                color=CP_COLOUR,
+                linewidth=2.2,
+                alpha=0.4,
+            )
+            axis.plot(
+                mine["predicted_ms"],
+                mine["measured_ms"],
+                "s",
+                color=CP_COLOUR,
+                markerfacecolor=face,
+                label=f"{word}; bar: 95% and the batches assumed",
+            )
+    for _, line in table.iterrows():
+        axis.annotate(
+            f"{line['concurrency']:g}",
+            (line["predicted_ms"], line["measured_ms"]),
+            (0, 6),
+            textcoords="offset points",
+            fontsize=7.5,
+            ha="center",
+        )
+    axis.set_xlim(low, high)
+    axis.set_ylim(low, high)
+    axis.set_aspect("equal")
+    axis.set_xlabel("predicted from the layer's time, ms a token")
+    axis.set_ylabel("measured in serving, ms a token")
+    axis.set_title(f"{title}\n(number: concurrency)", loc="left")
+    fig.legend(loc="outside lower center", ncols=1)
+    return fig

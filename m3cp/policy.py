@@ -532,6 +532,8 @@ class Regret:
         )
         head = f"over {self.steps} steps{' within 50% of break-even' if self.near else ''}, loss against the oracle: {rows}"
         head += f"; {self.refused} steps were outside the policy's range and ran TP" if self.refused else ""
+        if 2 * self.refused > self.steps:
+            return f"{head}. Most of them were not measured, so this is no verdict: sweep such lengths first."
         verdict = "deciding per step pays" if self.needed else f"no policy is needed: always {name} does as well"
         return f"{head}. {verdict[0].upper()}{verdict[1:]}."
 
@@ -671,3 +673,54 @@ def static(
     return Static(
         "cp" if gain > 0 else "tp", (gain, low, high), gain / means[0] if means[0] else 0.0, sure, len(inside), refused
     )
+
+
+def main(run: str = "", out: Path | str | None = None, arm: str = "cp", exchange: str | None = None, queries: str | None = None, form: str | None = None,
+         traffic: Path | str | None = None, trace: Path | str | None = None, world: int | None = None, dtype: str = "bf16", query_len: int = 1) -> list[str]:  # fmt: skip
+    """What `m3cp policy` does: fit a run, write its policy, and answer for a traffic; returns the lines to print.
+
+    Args:
+        run: a run's folder or name; "" for the latest (`frames.find_run`).
+        out: where the policy goes; None writes `policy_<arm>.json` beside the rows.
+        arm, exchange, queries, form: what it decides for; None takes what most pairs have.
+        traffic: JSON lines of context lengths a step (`workload.read`).
+        trace: JSON lines of requests (`workload.read_trace`), turned into steps.
+        world: ranks, for the answers; None takes the largest measured.
+        dtype, query_len: for the answers.
+
+    Raises:
+        ValueError, FileNotFoundError: in words, as the functions called do.
+    """
+    from m3cp import crossover, frames, workload
+    from m3cp.fit import ALL_TERMS
+
+    loaded = frames.load_run(run)
+    made = from_comparisons(
+        crossover.comparisons(loaded.frame, ALL_TERMS, draws=50), loaded.name, arm, exchange, queries, form
+    )
+    path = made.save(out if out else frames.find_run(run) / f"policy_{arm}.json")
+    lines = [
+        f"policy of {loaded.name} for {'/'.join(v for v in (made.arm, made.form, made.exchange, made.queries) if v)}: {path}"
+    ]
+    for entry in made.entries:
+        lines.append(
+            f"  P = {entry.world}, {entry.dtype}, {entry.query_len} query tokens: contexts {entry.context_tokens[0]} to {entry.context_tokens[1]}, batches "
+            f"{entry.batch[0]} to {entry.batch[1]}; one threshold: {made.threshold_blocks(entry.world, entry.dtype, entry.query_len)} blocks"
+        )
+    if traffic and trace:
+        raise ValueError("traffic and trace: give one of them")
+    if traffic or trace:
+        steps = workload.read(traffic) if traffic else workload.from_trace(workload.read_trace(trace))
+        ranks = world or max(e.world for e in made.entries)
+        made.entry(ranks, dtype, query_len)  # says what there is, where this is not
+        batches = [s.context_lengths for s in steps]
+        lines.append(
+            f"{Path(traffic or trace).name} at P = {ranks}, {dtype}: {static(made, batches, ranks, dtype, query_len).text}"
+        )
+        lines.append(regret(made, batches, ranks, dtype, query_len).text)
+        shared = sum(s.distinct_tokens for s in steps) / sum(sum(s.context_lengths) for s in steps)
+        if shared < 0.95:
+            lines.append(
+                f"Requests share prefixes: {shared:.0%} of the cached tokens are distinct, and the policy counts all of them. Measure with a shared prefix to know."
+            )
+    return lines

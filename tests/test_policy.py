@@ -395,3 +395,45 @@ def test_shared_prefixes_stay_countable():
     assert step.distinct_tokens == 3000 - 900
     point = Point(2000, 2, shared_prefix_tokens=896, form="staged")
     assert traffic.distinct_bytes_read(point) <= traffic.bytes_read(point)
+
+
+# What the commands print.
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    from m3cp import records
+
+    folder = tmp_path_factory.mktemp("runs") / "node"
+    for row in synthetic.rows(contexts=CONTEXTS, batches=(1, 8, 32), noise=0.004):
+        records.append(folder, row)
+    return folder
+
+
+def test_the_policy_command_answers_for_a_traffic(run, tmp_path):
+    traffic_file = workload.write(tmp_path / "steps.jsonl", workload.generate("uniform", 5, 131_072, batch=8))
+    said = "\n".join(policy.main(str(run), traffic=traffic_file))
+    assert (run / "policy_cp.json").exists() and policy.load(run / "policy_cp.json").provenance["run"] == "node"
+    assert "one threshold" in said and "turn context parallelism on" in said and "No policy is needed" in said
+    skewed = workload.write(tmp_path / "skewed.jsonl", [workload.Step((131_072, 1024, 1024))] * 3)
+    assert (
+        "this is no verdict: sweep such lengths first"
+        in policy.main(str(run), out=tmp_path / "p.json", traffic=skewed)[-1]
+    )
+    shared = workload.write(tmp_path / "shared.jsonl", [workload.Step((65_536,) * 8, 60_000)] * 3)
+    assert "share prefixes" in policy.main(str(run), out=tmp_path / "p.json", traffic=shared)[-1]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"t": 0, "in": 100_000, "out": 200}))
+    assert "trace.jsonl at P = 2" in "\n".join(policy.main(str(run), out=tmp_path / "p.json", trace=trace))
+    with pytest.raises(ValueError, match="give one of them"):
+        policy.main(str(run), out=tmp_path / "p.json", traffic=shared, trace=trace)
+    with pytest.raises(ValueError, match="world=8"):
+        policy.main(str(run), out=tmp_path / "p.json", traffic=shared, world=8)
+
+
+def test_the_error_tables_of_the_fit_command(run):
+    from m3cp import heldout
+
+    said = "\n".join(heldout.main(str(run)))
+    assert "| cp/staged/collective/gathered P=2 bf16 cold | batch |" in said
+    assert "one microsecond off the exchange moves break-even at batch" in said and "(allowed 0.05), met" in said
