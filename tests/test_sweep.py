@@ -151,6 +151,7 @@ def test_a_rank_with_a_bad_table_is_named_and_no_rank_is_left(tmp_path):
             problem = build(*args, **options)
             problem.block_tables[:] = [t.to(torch.int64) for t in problem.block_tables]
             return problem
+        worker.FAILED_PATIENCE_S = 4.0
         if rank == 2:
             worker.inputs.build = bad
     """

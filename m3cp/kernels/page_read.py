@@ -50,7 +50,8 @@ def page_read_kernel(words_ptr, pages_ptr, out_ptr, count, stride_units, PAGE_WO
         # The stride comes in units of 16 words, and the host has checked the base: loads are 16 bytes wide.
         p_page = tl.multiple_of(words_ptr + page * stride_units * 16, 16)
         b_sum += tl.load(p_page + (i % TILES) * TILE + o_word)  # [TILE]
-    tl.store(out_ptr + i_program, tl.sum(b_sum, axis=0))
+    # 64 bits: the interpreter does not wrap a 32-bit reduction.
+    tl.store(out_ptr + i_program, tl.sum(b_sum.to(tl.int64), axis=0).to(tl.int32))
 
 
 def page_read(cache: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, *, reader: Reader) -> torch.Tensor:
