@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -85,8 +86,14 @@ def fit(
         str, typer.Option(help="A recorded node to put beside it, or none; default: the first other one.")
     ] = "",
     figures: Annotated[Path, typer.Option(help="Where figures go.", show_default="figures/")] = ROOT / "figures",
+    errors: Annotated[bool, typer.Option("--errors", help="Print how good the cost model is instead.")] = False,
 ) -> None:
     """Fit a run's rows and draw its figures, through papermill on notebooks/20_crossover.ipynb."""
+    if errors:
+        from m3cp import heldout
+
+        _say("fit", lambda: heldout.main(run))
+        return
     from m3cp.frames import find_run
     from m3cp.notebook import NotebookFailed, run_notebook
 
@@ -106,6 +113,81 @@ def fit(
     typer.echo(f"Figures of {folder.name}, and the notebook that drew them:")
     for path in (*drawn, book):
         typer.echo(f"  {os.path.relpath(path)}")
+
+
+def _say(command: str, lines: Callable[[], list[str]]) -> None:
+    """Print what a function of the analysis returns; its refusals end with exit status 1, in words."""
+    try:
+        for line in lines():
+            typer.echo(line)
+    except (FileNotFoundError, ValueError) as error:
+        typer.echo(f"m3cp {command}: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+Run = Annotated[str, typer.Argument(help="A run's folder or name; default: the latest here, else a recorded one.")]
+
+
+@app.command()
+def policy(
+    run: Run = "",
+    out: Annotated[Path | None, typer.Option(help="The policy file; default: beside the rows.")] = None,
+    arm: Annotated[str, typer.Option(help="cp, vllm_cp or sglang_cp.")] = "cp",
+    exchange: Annotated[
+        str | None, typer.Option(help="collective or symmetric; default: what was measured most.")
+    ] = None,
+    queries: Annotated[
+        str | None, typer.Option(help="gathered or replicated; default: what was measured most.")
+    ] = None,
+    form: Annotated[str | None, typer.Option(help="staged, two_launch or one_launch; default likewise.")] = None,
+    traffic: Annotated[Path | None, typer.Option(help="JSON lines: the context lengths of each decode step.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="JSON lines of requests: time, input, output, block ids.")] = None,
+    world: Annotated[int | None, typer.Option(help="Ranks, for the answer; default: the most measured.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the index-K cache, for the answer.")] = "bf16",
+    query_len: Annotated[int, typer.Option(help="Query tokens a request, for the answer.")] = 1,
+) -> None:
+    """Write a run's policy file, and say whether CP should be on for a traffic."""
+    from m3cp import policy as deciding
+
+    _say(
+        "policy", lambda: deciding.main(run, out, arm, exchange, queries, form, traffic, trace, world, dtype, query_len)
+    )
+
+
+serving_app = typer.Typer(no_args_is_help=False, help="What CP changes for a served model, from a run's cost model.")
+app.add_typer(serving_app, name="serving")
+
+
+@serving_app.callback(invoke_without_command=True)
+def serving(
+    context: typer.Context,
+    run: Annotated[
+        str, typer.Option(help="A run's folder or name; default: the latest here, else a recorded one.")
+    ] = "",
+    tokens: Annotated[int, typer.Option(help="Context of each request.")] = 74_000,
+    batch: Annotated[int, typer.Option(help="Requests that decode at once.")] = 8,
+    reuse: Annotated[int, typer.Option(help="Layers that share one selection.")] = 1,
+    acceptance: Annotated[float, typer.Option(help="Tokens a step under speculation.")] = 1.0,
+) -> None:
+    """Time per output token, a table of levers, and the published figures beside what the layer's time explains."""
+    if context.invoked_subcommand is None:
+        from m3cp import serving as served
+
+        _say("serving", lambda: served.main(run, tokens, batch, reuse, acceptance))
+
+
+@serving_app.command("import")
+def serving_import(
+    base: Annotated[Path, typer.Argument(help="Result of `vllm bench serve` or aiperf, without CP.")],
+    cp: Annotated[Path, typer.Argument(help="The same with CP.")],
+    run: Annotated[str | None, typer.Option(help="Predict from this run and draw; default: only compare.")] = None,
+    figures: Annotated[Path, typer.Option(help="Where the figure goes.", show_default="figures/")] = ROOT / "figures",
+    other: Annotated[float | None, typer.Option(help="Seconds a request spends not decoding, if known.")] = None,
+) -> None:
+    """Compare two serving results; pairs with failed requests or other inputs are refused."""
+    from m3cp import serving as served
+
+    _say("serving import", lambda: served.main_import(base, cp, run, figures, other))
 
 
 def main(argv: list[str] | None = None) -> None:
