@@ -307,7 +307,7 @@ def estimate_s(group: Group, device: str) -> float:
         if device == "cuda":
             total += 0.5 + 300 * (20 + 0.008 * blocks) / 1e6
             continue
-        us = 15 * blocks if point.arm == "page_read" else 3000 + 110 * blocks * (2 if group.processes > 1 else 1)
+        us = 10 * blocks if point.arm == "page_read" else 2000 + 90 * blocks
         calls = 1 if point.cache == "warm" else max(2.0, min(256.0, 2 * 2**25 / max(1, 2**15 * blocks / point.world)))
         total += us * calls * 6 / 1e6
     return total
