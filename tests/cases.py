@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import pytest
 import torch
-from problems import Problem, assert_ids, build, oracle, rows
+from problems import Problem, assert_ids, build, fp64_scores, oracle, rows
 
+from m3cp.decode import CPLocal, TPDecode
+from m3cp.kernels import score as score_op
 from m3cp.shapes import IndexerShape, Point
 from m3cp.shard import Shard
 from m3cp.testing import select_virtual
 from m3cp.traffic import read_range
 
 WORLDS = (1, 2, 4, 8, 16)
+UNWRITTEN = 1e30
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ SPREAD = {
 }  # one world a case, all worlds in turn
 
 
-def check(case: Case, *, path: str, world: int, device="cpu", queries: str = "gathered") -> None:
+def check(case: Case, *, path: str, world: int, device="cpu", queries: str = "gathered", form: str = "staged") -> None:
     """Ids of every rank's real kernels equal the oracle's."""
     problem = case.problem if str(device) == "cpu" else case.problem.to(device)
     got = select_virtual(
@@ -105,9 +109,10 @@ def check(case: Case, *, path: str, world: int, device="cpu", queries: str = "ga
         query_len=case.query_len,
         path=path,
         queries=queries,
+        form=form,
         max_context=problem.max_context,
     )
-    assert_ids(got, case.expect, f"{case.name}, {path} of {world}")
+    assert_ids(got, case.expect, f"{case.name}, {form} {path} of {world}")
 
 
 def scored_blocks(problem: Problem, shard: Shard) -> torch.Tensor:
@@ -125,3 +130,105 @@ def scored_blocks(problem: Problem, shard: Shard) -> torch.Tensor:
             )
             out[r] = (blocks >= first) & (blocks < last)
     return out.repeat_interleave(problem.query_len, 0)
+
+
+def kernel_scores(
+    problem: Problem,
+    shard: Shard,
+    *,
+    programs: int = 3,
+    q=None,
+    max_context: int | None = None,
+    heads: int | None = None,
+) -> torch.Tensor:
+    """The score kernel's `[tokens, heads, local blocks]` of a shard, UNWRITTEN where it stored nothing.
+
+    Args:
+        q: queries in another layout or of fewer `heads` than the problem's.
+    """
+    shape, device = problem.shape, problem.q.device
+    bound = max_context or problem.max_context
+    width = shard.local_blocks(shape.blocks(bound))
+    out = torch.full((problem.tokens, heads or shape.heads, max(1, width)), UNWRITTEN, device=device)
+    score_op.score(
+        problem.q if q is None else q, *problem.tensors[1:], shape=shape, shard=shard, query_len=problem.query_len, max_context=bound, out=out,
+        state=torch.zeros(4, dtype=torch.int64, device=device), programs=programs,
+    )  # fmt: skip
+    return out[:, :, :width]
+
+
+def check_same_bits(problem: Problem, worlds=(2, 4, 8), grids=(1, 7)) -> torch.Tensor:
+    """Scores have the same bits in TP and CP, on every rank, for any grid; and CP chooses by them. Returns the scores."""
+    shape = problem.shape
+    whole = kernel_scores(problem, Shard(0, 1, shape.heads))
+    for programs in grids:
+        assert torch.equal(kernel_scores(problem, Shard(0, 1, shape.heads), programs=programs), whole), (
+            f"{programs} programs"
+        )
+    for world in worlds:
+        for rank in {0, world // 2, world - 1}:
+            part = kernel_scores(problem, Shard(rank, world, world))
+            assert torch.equal(part, whole[:, :, rank::world]), f"CP, rank {rank} of {world}"
+    for head in {0, shape.heads - 1}:
+        alone = kernel_scores(problem, Shard(0, 1, shape.heads), q=problem.q[:, head : head + 1].contiguous(), heads=1)
+        assert torch.equal(alone, whole[:, head : head + 1]), f"TP, head {head}"
+    expect = oracle(problem.to("cpu"), whole.cpu().numpy())
+    for path in ("tp", "cp"):
+        world = min(worlds[-1], shape.heads)
+        assert_ids(
+            select_virtual(*problem.tensors, shape=shape, world=world, query_len=problem.query_len, path=path),
+            expect,
+            f"{path} of {world}",
+        )
+    return whole
+
+
+def check_written(problem: Problem, world: int) -> None:
+    """A shard's kernel writes the scores that decide, exactly right on exact data, and no others."""
+    for rank in {0, world - 1}:
+        shard = Shard(rank, world, world)
+        got = kernel_scores(problem, shard).cpu()
+        needed = scored_blocks(problem, shard)[:, None, :].expand_as(got)
+        assert torch.equal(got != UNWRITTEN, needed), f"rank {rank} of {world}"
+        expect = torch.from_numpy(fp64_scores(problem.to("cpu"))[:, :, rank::world]).float()
+        assert torch.equal(got[needed], expect[needed]), f"rank {rank} of {world}"
+
+
+def check_grid_bound(problem: Problem) -> None:
+    """Buffers sized for a bound eight times larger: the same scores."""
+    bound = problem.max_context
+    small, large = (
+        kernel_scores(problem, Shard(1, 2, problem.shape.heads), max_context=b) for b in (bound // 8, bound)
+    )
+    assert torch.equal(small, large[:, :, : small.shape[2]]) and (large[:, :, small.shape[2] :] == UNWRITTEN).all()
+
+
+def check_length_error(device="cpu", form: str = "staged") -> None:
+    """A length beyond the bound: those rows are -1, the others right, and `check` raises once and for all."""
+    shape = IndexerShape(topk=2)
+    problem = build(shape, [128 * 5, 128 * 6 + 1, 7], max_context=128 * 6).to(device)
+    fine = build(shape, [128 * 5, 128 * 6, 7], max_context=128 * 6).to(device)
+    made = [TPDecode(shape, Shard(0, 1, 4), form=form, **fine.bounds())]
+    if form == "staged":
+        made.append(CPLocal(shape, Shard(0, 1, 4), **fine.bounds()))
+    for decode in made:
+        decode(*fine.tensors)
+        decode.check()
+        ids = decode(*problem.tensors)
+        assert_ids(ids, oracle(problem.to("cpu")))
+        assert bool((ids[:, 1] == -1).all())
+        decode(*fine.tensors)
+        with pytest.raises(RuntimeError, match="a sequence length exceeds max_context, found by rank 0 .launch 2 of 3"):
+            decode.check()
+
+
+def check_nothing_kept(device="cpu", form: str = "staged") -> None:
+    """One object, batches of changing size: what one call leaves never shows in the next."""
+    shape = IndexerShape(topk=4)
+    long, short = (
+        build(shape, [128 * 12, 128 * 11], 2, seed=1),
+        build(shape, [128 * 2], 1, seed=2, max_context=128 * 12),
+    )
+    decode = TPDecode(shape, Shard(0, 1, 4), form=form, **long.to(device).bounds())
+    for problem in (long, short, long):
+        assert_ids(decode(*problem.to(device).tensors, query_len=problem.query_len), oracle(problem), form)

@@ -4,11 +4,21 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from cases import CASES, SPREAD, check, scored_blocks
-from problems import assert_ids, build, fp64_scores, oracle, rows
+from cases import (
+    CASES,
+    SPREAD,
+    check,
+    check_grid_bound,
+    check_length_error,
+    check_nothing_kept,
+    check_same_bits,
+    check_written,
+    kernel_scores,
+)
+from problems import assert_ids, build, oracle, rows
 
 from m3cp import keys, reference
-from m3cp.decode import CPLocal, TPDecode
+from m3cp.decode import TPDecode
 from m3cp.kernels import candidates as candidates_op
 from m3cp.kernels import merge as merge_op
 from m3cp.kernels import score as score_op
@@ -16,22 +26,6 @@ from m3cp.kernels import tile
 from m3cp.shapes import IndexerShape
 from m3cp.shard import Shard
 from m3cp.testing import select_virtual
-
-UNWRITTEN = 1e30
-
-
-def scores_of(problem, shard, *, programs=3, q=None, max_context=None, heads=None):
-    """The kernel's scores of a shard, `[tokens, heads, local blocks]`, UNWRITTEN where it stored nothing."""
-    shape = problem.shape
-    bound = max_context or problem.max_context
-    width = shard.local_blocks(shape.blocks(bound))
-    out = torch.full((problem.tokens, heads or shape.heads, max(1, width)), UNWRITTEN)
-    state = torch.zeros(4, dtype=torch.int64)
-    score_op.score(
-        problem.q if q is None else q, *problem.tensors[1:], shape=shape, shard=shard, query_len=problem.query_len, max_context=bound, out=out,
-        state=state, programs=programs,
-    )  # fmt: skip
-    return out[:, :, :width]
 
 
 def test_the_interpreter_is_on():
@@ -55,6 +49,15 @@ def test_every_world(path, world):
     check(next(c for c in CASES if c.name == "topk 7"), path=path, world=world, queries="replicated")
 
 
+FUSED = ("m3", "one head", "eight heads fill the tile twice", "short lengths of draft tokens", "init and local both overflow", "topk 7", "ties",
+    "NaN and infinities among the keys", "more bad pages than good", "longer than the bound", "forced covers all", "topk 64")  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in FUSED], ids=str)
+def test_two_launches_choose_as_the_oracle(case):
+    check(case, path="cp", world=SPREAD[case.name], form="two_launch")
+
+
 @pytest.mark.real_sort
 @pytest.mark.parametrize("topk, blocks, world", [(1, 3, 2), (5, 12, 4), (64, 70, 2)])
 def test_with_tritons_own_sort(topk, blocks, world):
@@ -67,43 +70,18 @@ def test_with_tritons_own_sort(topk, blocks, world):
 
 @pytest.mark.parametrize("case", [c for c in CASES if len(c.lengths) < 6 and c.shape.topk < 33], ids=str)
 def test_scores_are_written_where_they_decide_and_nowhere_else(case):
-    world = SPREAD[case.name]
-    for rank in {0, world - 1}:
-        shard = Shard(rank, world, world)
-        got = scores_of(case.problem, shard)
-        needed = scored_blocks(case.problem, shard)[:, None, :].expand_as(got)
-        assert torch.equal(got != UNWRITTEN, needed)
-        expect = torch.from_numpy(fp64_scores(case.problem)[:, :, rank::world]).float()
-        assert torch.equal(got[needed], expect[needed])
+    check_written(case.problem, SPREAD[case.name])
 
 
 @pytest.mark.parametrize("kind", ["free", "ulp"])
 @pytest.mark.parametrize("heads, query_len", [(4, 1), (8, 3), (1, 2)])
 def test_scores_have_the_same_bits_whatever_ranks_and_grid(kind, heads, query_len):
     shape = IndexerShape(heads=heads, topk=2, local_blocks=0)
-    problem = build(shape, [128 * 7, 128 * 4 + 77], query_len, kind=kind, seed=7)
-    whole = scores_of(problem, Shard(0, 1, heads))
-    for programs in (1, 7):
-        assert torch.equal(scores_of(problem, Shard(0, 1, heads), programs=programs), whole), f"{programs} programs"
-    for world in (2, 4, 8):
-        for rank in {0, world // 2, world - 1}:
-            part = scores_of(problem, Shard(rank, world, world))
-            expect = whole[:, :, rank::world]
-            assert torch.equal(part[:, :, : expect.shape[2]], expect), f"CP, rank {rank} of {world}"
-    for head in {0, heads - 1}:
-        alone = scores_of(problem, Shard(0, 1, heads), q=problem.q[:, head : head + 1].contiguous(), heads=1)
-        assert torch.equal(alone, whole[:, head : head + 1]), f"TP, head {head}"
-    assert_ids(
-        select_virtual(*problem.tensors, shape=shape, world=2 if heads > 1 else 1, query_len=query_len),
-        oracle(problem, whole.numpy()),
-    )
+    check_same_bits(build(shape, [128 * 7, 128 * 4 + 77], query_len, kind=kind, seed=7), worlds=(2, 8))
 
 
 def test_a_bound_eight_times_larger_changes_no_score():
-    shape = IndexerShape(topk=2)
-    problem = build(shape, [128 * 7 - 3, 128 * 4, 0], kind="free", max_context=128 * 64)
-    small, large = (scores_of(problem, Shard(1, 2, 4), max_context=bound) for bound in (128 * 8, 128 * 64))
-    assert torch.equal(small, large[:, :, : small.shape[2]]) and (large[:, :, small.shape[2] :] == UNWRITTEN).all()
+    check_grid_bound(build(IndexerShape(topk=2), [128 * 7 - 3, 128 * 4, 0], kind="free", max_context=128 * 64))
 
 
 def test_gathered_queries_are_read_in_place_like_replicated_ones():
@@ -111,14 +89,16 @@ def test_gathered_queries_are_read_in_place_like_replicated_ones():
     for world in (1, 2, 4, 8, 16):
         ranks = [Shard(r, world, 4) for r in range(world)]
         gathered = torch.stack([problem.heads(s.owned_heads) for s in ranks])
-        assert torch.equal(scores_of(problem, Shard(0, 2, 4), q=gathered), scores_of(problem, Shard(0, 2, 4)))
+        assert torch.equal(kernel_scores(problem, Shard(0, 2, 4), q=gathered), kernel_scores(problem, Shard(0, 2, 4)))
 
 
 def test_queries_may_be_a_slice_of_a_projection():
     problem = build(IndexerShape(topk=2), [128 * 5], 2)
     wide = torch.full((2, 12, 160), float("nan")).bfloat16()
     wide[:, 3:7, 16:144] = problem.q
-    assert torch.equal(scores_of(problem, Shard(0, 1, 4), q=wide[:, 3:7, 16:144]), scores_of(problem, Shard(0, 1, 4)))
+    assert torch.equal(
+        kernel_scores(problem, Shard(0, 1, 4), q=wide[:, 3:7, 16:144]), kernel_scores(problem, Shard(0, 1, 4))
+    )
 
 
 def test_keys_have_the_same_bits_in_both_forms():
@@ -158,30 +138,14 @@ def test_merge_reads_strided_ranks():
         assert torch.equal(out, reference.merge(made, shape=shape, owned=owned))
 
 
-def test_an_object_keeps_nothing_of_its_last_call():
-    shape = IndexerShape(topk=4)
-    long, short = (
-        build(shape, [128 * 12, 128 * 11], 2, seed=1),
-        build(shape, [128 * 2], 1, seed=2, max_context=128 * 12),
-    )
-    cp = CPLocal(shape, Shard(0, 1, 4), **long.bounds())
-    for problem in (long, short, long):
-        assert_ids(cp(*problem.tensors, query_len=problem.query_len), oracle(problem))
+@pytest.mark.parametrize("form", ["staged", "one_launch"])
+def test_an_object_keeps_nothing_of_its_last_call(form):
+    check_nothing_kept(form=form)
 
 
-def test_lengths_beyond_the_bound_reach_the_error_word():
-    shape = IndexerShape(topk=2)
-    problem = build(shape, [128 * 5, 128 * 6 + 1, 7], max_context=128 * 6)
-    fine = build(shape, [128 * 5, 128 * 6, 7], max_context=128 * 6)
-    for made in (TPDecode(shape, Shard(0, 1, 4), **fine.bounds()), CPLocal(shape, Shard(0, 1, 4), **fine.bounds())):
-        made(*fine.tensors)
-        made.check()
-        ids = made(*problem.tensors)
-        assert_ids(ids, oracle(problem))
-        assert (ids[:, 1] == -1).all()
-        made(*fine.tensors)
-        with pytest.raises(RuntimeError, match="a sequence length exceeds max_context, found by rank 0 .launch 2 of 3"):
-            made.check()
+@pytest.mark.parametrize("form", ["staged", "one_launch"])
+def test_lengths_beyond_the_bound_reach_the_error_word(form):
+    check_length_error(form=form)
 
 
 @triton.jit
