@@ -288,8 +288,7 @@ def difference(
 
     A point where no row reads a key costs what it costs without bytes.
     """
-    a = np.stack([tp.row(tp.point(c, b, **changes)) for c, b in points])
-    z = np.stack([cp.row(cp.point(c, b, **changes)) for c, b in points])
+    a, z = tp.design(points, **changes), cp.design(points, **changes)
     best = z @ cp.fit.usable - a @ tp.fit.usable
     drawn = cp.fit.draws(draws, seed + 1) @ z.T - tp.fit.draws(draws, seed) @ a.T
     return best, drawn

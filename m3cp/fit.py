@@ -122,6 +122,33 @@ def _moved(template: Point, context_tokens: int, batch: int, changes: tuple[tupl
     return dataclasses.replace(template, context_tokens=context_tokens, batch=batch, **given)
 
 
+def _design(
+    points: Sequence[Point], cache_state: str, llc_bytes: float | None, ramp_mb: float, terms: tuple[str, ...]
+) -> np.ndarray:
+    rows = []
+    for point in points:
+        over = _amounts(point)[0] * 1e6 / llc_bytes if llc_bytes else None
+        values = features(point, resident_share(cache_state, over), ramp_mb)
+        rows.append([values[name] for name in terms])
+    return np.array(rows)
+
+
+@functools.lru_cache(maxsize=512)
+def _grid(
+    template: Point,
+    where: tuple[tuple[int, int], ...],
+    changes: tuple[tuple[str, Any], ...],
+    cache_state: str,
+    llc_bytes: float | None,
+    ramp_mb: float,
+    terms: tuple[str, ...],
+) -> np.ndarray:
+    points = [_moved(template, context, batch, changes) for context, batch in where]
+    found = _design(points, cache_state, llc_bytes, ramp_mb, terms)
+    found.flags.writeable = False
+    return found
+
+
 @dataclass(frozen=True)
 class Prediction:
     """Microseconds with a 95% interval.
@@ -205,9 +232,19 @@ class CostModel:
 
     def row(self, point: Point) -> np.ndarray:
         """The design row of a Point: what the estimates multiply, `[terms]`."""
-        over = None if not self.llc_bytes else _amounts(point)[0] * 1e6 / self.llc_bytes
-        values = features(point, resident_share(self.cache_state, over), self.ramp_mb)
-        return np.array([values[name] for name in self.terms])
+        return _design((point,), self.cache_state, self.llc_bytes, self.ramp_mb, self.terms)[0]
+
+    def design(self, where: Sequence[tuple[int, int]], **changes: Any) -> np.ndarray:
+        """Design rows of this model's Points at (context, batch) pairs, `[pairs, terms]`; kept for the next time."""
+        return _grid(
+            self.template,
+            tuple(where),
+            tuple(changes.items()),
+            self.cache_state,
+            self.llc_bytes,
+            self.ramp_mb,
+            self.terms,
+        )
 
     def us(self, point: Point) -> float:
         """Predicted microseconds a call."""

@@ -133,8 +133,8 @@ def require_same(frame, fields: Sequence[str], what: str) -> None:
     Raises:
         ValueError: naming the fields that differ and their values.
     """
-    differ = {name: sorted({str(v) for v in frame[name]}) for name in fields}
-    differ = {name: values for name, values in differ.items() if len(values) > 1}
+    present = {name: {None if missing(v) else v for v in frame[name]} for name in fields}
+    differ = {name: sorted(map(str, values)) for name, values in present.items() if len(values) > 1}
     if differ:
         words = "; ".join(f"{name}: {', '.join(values)}" for name, values in differ.items())
         raise ValueError(f"{what}: rows of different experiments must not be mixed ({words})")

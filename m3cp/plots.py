@@ -82,8 +82,10 @@ def save(fig: Figure, name: str, run: str, commit: str, folder: Path | str = "fi
         fig.m3cp_stamp = stamp = fig.text(0.995, 0.004, "", ha="right", va="bottom", fontsize=6, color="#777777")
         engine = fig.get_layout_engine()
         if engine is not None:
-            engine.set(rect=(0, 0.14 / fig.get_figheight(), 1, 1 - 0.14 / fig.get_figheight()))
-    stamp.set_text(f"{run}  ·  commit {commit}")
+            low = 0.2 / fig.get_figheight()  # inches for the stamp
+            engine.set(rect=(0, low, 1, 1 - low))
+    short = ", ".join(word[:12] for word in commit.split(", "))  # a hash is told by its first digits
+    stamp.set_text(f"{run}  ·  commit {short}")
     paths = [folder / f"{name}.svg", folder / f"{name}.png"]
     fig.savefig(paths[0], metadata={"Date": None, "Creator": "m3cp"})
     fig.savefig(paths[1], metadata={"Software": "m3cp"})
@@ -113,14 +115,14 @@ def _us_ticks(axis) -> None:
 
 
 def arm_name(values: Any) -> str:
-    """An arm as legends name it: "CP one_launch, symmetric, gathered queries", "vLLM TP"."""
+    """An arm as legends name it: "CP one_launch/symmetric/gathered", "vLLM TP"."""
     arm = values["arm"]
     name = {"tp": "TP", "cp": "CP", "cp_local": "CP without exchange", "page_read": "page read"}.get(arm)
     name = name or arm.replace("vllm", "vLLM").replace("sglang", "SGLang").replace("_tp", " TP").replace("_cp", " CP")
     parts = [str(values[k]) for k in ("form", "exchange") if not frames.missing(values.get(k))]
     if not frames.missing(values.get("queries")):
-        parts.append(f"{values['queries']} queries")
-    return ", ".join([name, *parts])
+        parts.append(str(values["queries"]))
+    return " ".join([name, "/".join(parts)]).strip()
 
 
 def _title(frame, extra: str = "") -> str:
@@ -158,7 +160,9 @@ def curves(frame, models: Sequence[fit.CostModel] = (), title: str = "") -> Figu
     batches = sorted(set(rows["batch"]))
     across = len(batches) if len(batches) <= 4 else 3
     down = math.ceil(len(batches) / across)
-    fig = figure(max(4.6, 2.9 * across), 2.7 * down + 1.05)
+    entries = 3 * len(variant_names(rows)) + 4
+    columns = 2 if across < 4 else 3
+    fig = figure(max(7.4, 2.9 * across), 2.7 * down + 0.55 + 0.17 * math.ceil(entries / columns))
     axes = fig.subplots(down, across, squeeze=False, sharex=True, sharey=True)
     contexts = sorted(set(rows["context_tokens"]))
     variants = frames.groups(rows, crossover.VARIANT)
@@ -212,7 +216,14 @@ def curves(frame, models: Sequence[fit.CostModel] = (), title: str = "") -> Figu
             first = key == next(k for k in variants if k[0] == arm)
             if len(limit) and arm in ("tp", "cp") and first:
                 axis.plot(
-                    limit["context_tokens"], limit["limit_us"], color=colour, linestyle=":", linewidth=1.0, alpha=0.8
+                    limit["context_tokens"],
+                    limit["limit_us"],
+                    color=colour,
+                    linestyle=":",
+                    linewidth=1.0,
+                    marker=".",
+                    markersize=2.5,
+                    alpha=0.8,
                 )
                 handles.setdefault(
                     f"{arm.upper()} limit: bytes over bandwidth, computed",
@@ -253,10 +264,13 @@ def curves(frame, models: Sequence[fit.CostModel] = (), title: str = "") -> Figu
     if any(len(samples) > 1 for samples in rows["samples_us"]):
         handles["bar: all rounds"] = Line2D([], [], color="#000000", linewidth=2.6, alpha=0.35)
     fig.suptitle(f"{title + ': ' if title else ''}{_title(rows)}", fontsize=10, x=0.01, ha="left")
-    fig.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 2 if across < 3 else 3)
-    )
+    fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
     return fig
+
+
+def variant_names(rows) -> set[str]:
+    """The variants of a frame as legends name them."""
+    return {arm_name(dict(zip(crossover.VARIANT, key, strict=True))) for key in frames.groups(rows, crossover.VARIANT)}
 
 
 def handles_have(handles: dict[str, Any], words: str) -> bool:
@@ -265,11 +279,12 @@ def handles_have(handles: dict[str, Any], words: str) -> bool:
 
 
 def _model_line(model: fit.CostModel, contexts: Sequence[int], batch: int) -> tuple[list[int], list[float]]:
-    step = model.template.shape.block_size * max(1, model.template.world)
-    low, high = max(min(contexts), 1), max(contexts)
-    grid = crossover.context_grid(low, max(high, low + step), step, 61)
-    points = [model.point(c, batch) for c in grid]
-    return list(grid), [model.us(p) for p in points]
+    shape = model.template.shape
+    step = shape.block_size * max(1, model.template.world)
+    first = shape.topk * shape.block_size + step  # shorter rows read no key, and the fit is not about them
+    low, high = max(min(contexts), first), max(contexts)
+    grid = [c for c in crossover.context_grid(low, high, step, 61) if c >= first] if high > low else []
+    return grid, [model.us(model.point(c, batch)) for c in grid]
 
 
 @dataclass(frozen=True)

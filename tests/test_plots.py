@@ -50,6 +50,8 @@ def assert_words_fit(figure):
     for text in texts(figure):
         box = text.get_window_extent()
         assert box.x0 >= -1 and box.y0 >= -1 and box.x1 <= bounds.x1 + 1 and box.y1 <= bounds.y1 + 1, text.get_text()
+        if text.figure.legends and text in text.figure.legends[0].get_texts():
+            assert box.x1 < bounds.x1 - 4, text.get_text()
         if text.axes is not None and text.get_text()[:3] in ("TP ", "CP ", "≈ ") and text in text.axes.texts:
             cells.append(box)
     for i, a in enumerate(cells):
@@ -66,21 +68,30 @@ def drawn(found, published):
     yield plots.maps([one, other], "Where CP beats TP")
     yield plots.curves(found.frame, found.models, "synthetic")
     yield plots.curves(published.frame, published.models)
+    rows = synthetic.rows(contexts=(1024, 8192, 32_768), batches=(1,))  # every arm of a sweep in one narrow figure
+    cp = [r for r in rows if r.point.arm == "cp"]
+    rows += [dataclasses.replace(r, point=r.point.replace(queries="replicated")) for r in cp]
+    rows += [
+        dataclasses.replace(r, point=r.point.replace(arm="cp_local", exchange=None, queries=None), path="cp_local")
+        for r in cp
+    ]
+    for _, mine, models in crossover.curve_sets(frames.table(rows)):
+        yield plots.curves(mine, models, "measured here")
 
 
 def test_words_fit_and_the_same_figure_gives_the_same_bytes(found, published, tmp_path):
-    again = [plots.maps([plots.panel(found, "measured here: synthetic 2x H200")], "Where CP beats TP")]
     for number, figure in enumerate(drawn(found, published)):
-        saved = plots.save(figure, f"figure{number}", run="synthetic", commit="0" * 12, folder=tmp_path)
-        assert_words_fit(figure)
-        text = saved[0].read_text()
-        ElementTree.fromstring(text)
-        assert "<dc:date>" not in text
-        if number < len(again):
-            twice = plots.save(
-                again[number], f"figure{number}", run="synthetic", commit="0" * 12, folder=tmp_path / "again"
+        if number == 0:
+            again = plots.maps([plots.panel(found, "measured here: synthetic 2x H200")], "Where CP beats TP")
+            once, twice = (
+                plots.save(f, "map", run="r", commit="c" * 40, folder=tmp_path / str(i))
+                for i, f in enumerate((figure, again))
             )
-            assert [p.read_bytes() for p in saved] == [p.read_bytes() for p in twice]
+            assert [p.read_bytes() for p in once] == [p.read_bytes() for p in twice]
+            text = once[0].read_text()
+            ElementTree.fromstring(text)
+            assert "<dc:date>" not in text
+        assert_words_fit(figure)
 
 
 def test_a_figure_names_its_run_and_commit(little, tmp_path):
@@ -111,7 +122,7 @@ def test_save_refuses(little, tmp_path, name, run):
 def test_measured_modelled_computed_and_published_have_their_own_marks(found, published):
     measured, theirs = plots.curves(found.frame, found.models), plots.curves(published.frame, published.models)
     legend = [t.get_text() for t in measured.legends[0].get_texts()]
-    assert "TP, staged: measured" in legend and "TP, staged: fit" in legend
+    assert "TP staged: measured" in legend and "TP staged: fit" in legend
     assert any("limit: bytes over bandwidth, computed" in t for t in legend) and any(
         "page read: measured floor" in t for t in legend
     )
@@ -202,6 +213,11 @@ def test_figures_do_not_leak_into_pyplot(little):
     before = matplotlib.pyplot.get_fignums()
     plots.curves(little)
     assert matplotlib.pyplot.get_fignums() == before
+
+
+def test_a_fit_is_not_drawn_where_no_key_is_read(found):
+    lines = [line for line in plots.curves(found.frame, found.models).axes[0].lines if line.get_linestyle() == "--"]
+    assert len(lines) == 2 and all(min(line.get_xdata()) > 16 * 128 for line in lines)
 
 
 def test_the_slider_figure_and_sentence(found):
