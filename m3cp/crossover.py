@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from m3cp.shapes import require
 # What a CP row and its TP baseline share. Worlds are equal: each rank of TP reads the whole cache.
 PAIRED = (
     "context_tokens", "batch", "mix", "shared_prefix_tokens", "rows_padded", "world", "dtype", "query_len", "shape",
-    "max_context", "cache", "launch", "node", "code_hash", "source",
+    "max_context", "cache", "launch", "node", "code_hash", "source", "boundary",
 )  # fmt: skip
 
 VARIANT = ("arm", "form", "exchange", "queries", "threshold_blocks")
@@ -39,6 +40,8 @@ COMPARED = (
     "node",
     "code_hash",
     "source",
+    "boundary",
+    "max_context",
 )
 
 SPARSE_LAYERS = 57  # of MiniMax-M3's 60
@@ -96,6 +99,11 @@ def pairs(frame, noise: float = 0.0, draws: int = 400, seed: int = 0):
         known = baseline[BASELINE[variant["arm"]]]
         forms = {k[-1]: v for k, v in known.items() if k[:-1] == key}
         if not forms:
+            others = {k[len(PAIRED) - 1] for k in known if k[: len(PAIRED) - 1] == key[:-1]}
+            if others:
+                raise ValueError(
+                    f"{variant['arm']} at {key[0]} tokens x {key[1]}: its timed region has the boundary {key[-1]!r}, its baseline's {', '.join(map(repr, sorted(others)))}: different boundaries are not compared"
+                )
             continue
         tp = (
             forms[variant["form"]]
@@ -103,11 +111,6 @@ def pairs(frame, noise: float = 0.0, draws: int = 400, seed: int = 0):
             else min(forms.values(), key=lambda v: v["median_us"].min())
         )
         context = f"{variant['arm']} against {BASELINE[variant['arm']]} at {key[0]} tokens x {key[1]}"
-        bounds = {b for part in (tp, cp) for b in part["boundary"]}
-        if len(bounds) > 1:
-            raise ValueError(
-                f"{context}: timed regions have different boundaries ({', '.join(repr(b) for b in sorted(bounds))})"
-            )
         same = set(tp["path"]) & set(cp["path"])
         if same:
             raise ValueError(f"{context}: both arms ran path {', '.join(map(repr, sorted(same)))}; nothing is compared")
@@ -418,13 +421,16 @@ def comparisons(frame, terms: Sequence[str] = TWO_TERMS, noise: float = 0.0, dra
         model = ()
         if all(fits) and fits[0].cache_state == fits[1].cache_state:
             model = tuple(break_even_model(*fits, batches, draws=draws))
-        name = "_".join(
-            str(v).replace(" ", "-") for v in (
-                shared["arm"], shared["form"], shared["exchange"], shared["queries"], f"p{shared['world']}", shared["dtype"],
-                None if shared["mix"] == "uniform" else shared["mix"], f"q{shared['query_len']}" if shared["query_len"] > 1 else None, shared["cache"],
-                f"padded{shared['rows_padded']}" if shared["rows_padded"] else None, f"prefix{shared['shared_prefix_tokens']}" if shared["shared_prefix_tokens"] else None,
-            ) if v is not None
-        )  # fmt: skip
+        adaptive = None if shared["threshold_blocks"] is None else f"above{shared['threshold_blocks']:.0f}"
+        words = [
+            shared["arm"],
+            shared["form"],
+            shared["exchange"],
+            shared["queries"],
+            adaptive,
+            *_set_words(shared, rows),
+        ]
+        name = "_".join(str(v) for v in words if v is not None)
         found.append(Comparison(name, rows[base | variant], part, *fits, tuple(break_even_measured(part)), model))
     order = {"cp": 0, "vllm_cp": 1, "sglang_cp": 2}
     return sorted(
@@ -436,6 +442,24 @@ def comparisons(frame, terms: Sequence[str] = TWO_TERMS, noise: float = 0.0, dra
             float(np.log(c.pairs["cp_us"]).mean()),
         ),
     )
+
+
+def _set_words(shared: dict[str, Any], rows) -> list[str]:
+    """What tells a set of rows from its siblings in file names: always the usual fields, others where they vary."""
+    words = [
+        f"p{shared['world']}",
+        shared["dtype"],
+        shared["mix"],
+        f"q{shared['query_len']}",
+        shared["cache"],
+        shared["launch"],
+    ]
+    words += [f"{name.split('_')[0]}{shared[name]}" for name in ("rows_padded", "shared_prefix_tokens") if shared[name]]
+    words += shared["boundary"].split()
+    for name in ("max_context", "node", "code_hash", "shape", "source"):
+        if len(set(rows[name])) > 1:
+            words.append(re.sub(r"[^A-Za-z0-9.]+", "-", f"{name.split('_')[0]}-{shared[name]}").strip("-"))
+    return words
 
 
 def headline(found: Sequence[Comparison]) -> Comparison | None:
@@ -451,24 +475,13 @@ def grids(found: Sequence[Comparison]) -> list[Comparison]:
 def curve_sets(frame, terms: Sequence[str] = TWO_TERMS) -> list[tuple[str, Any, list[CostModel]]]:
     """Rows that may share a plot of curves, each set with its name and fits; sets with one context are left out."""
     sets = []
-    for values, rows in groups(frame, (*COMPARED, "boundary")).items():
-        shared = dict(zip((*COMPARED, "boundary"), values, strict=True))
+    for values, rows in groups(frame, COMPARED).items():
+        shared = dict(zip(COMPARED, values, strict=True))
         arms = rows[rows["arm"] != "page_read"]
         if arms.empty or int(arms.groupby("batch")["context_tokens"].nunique().max()) < 2:
             continue
-        words = [
-            f"p{shared['world']}",
-            shared["dtype"],
-            shared["mix"],
-            f"q{shared['query_len']}",
-            shared["cache"],
-            shared["launch"],
-        ]
-        words += [
-            f"{name.split('_')[0]}{shared[name]}" for name in ("rows_padded", "shared_prefix_tokens") if shared[name]
-        ]
         fits = [try_fit(part, terms) for part in groups(arms, VARIANT).values()]
-        sets.append(("_".join([*words, *shared["boundary"].split()]), rows, [m for m in fits if m]))
+        sets.append(("_".join(_set_words(shared, timed(frame))), rows, [m for m in fits if m]))
     return sets
 
 

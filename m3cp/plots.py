@@ -122,6 +122,8 @@ def arm_name(values: Any) -> str:
     parts = [str(values[k]) for k in ("form", "exchange") if not frames.missing(values.get(k))]
     if not frames.missing(values.get("queries")):
         parts.append(str(values["queries"]))
+    if not frames.missing(values.get("threshold_blocks")):
+        parts.append(f"adaptive above {values['threshold_blocks']:.0f} blocks")
     return " ".join([name, "/".join(parts)]).strip()
 
 

@@ -557,3 +557,40 @@ def test_a_node_with_skewed_rows_learns_what_imbalance_costs():
     assert model.mixes == ("log_uniform", "one_long_rest_1k", "uniform")
     by_mix = heldout.held_out(frame[frame["arm"] == "tp"], "mix")
     assert set(by_mix["mix"]) == set(model.mixes) and by_mix["model_error"].abs().median() < 0.03
+
+
+def test_sets_of_rows_have_names_of_their_own():
+    """Rows of two code versions, bounds or boundaries make two sets; one file never overwrites another's figure."""
+    rows = synthetic.rows(contexts=(8192, 32_768), batches=(1,))
+    other_code = [dataclasses.replace(r, provenance={"code_hash": "other", "commit": "x"}) for r in rows]
+    other_bound = [dataclasses.replace(r, point=dataclasses.replace(r.point, max_context=65_536)) for r in rows]
+    in_layer = [dataclasses.replace(r, timed_region=[*r.timed_region, "layer"]) for r in rows]
+    frame = frames.table(rows + other_code + other_bound + in_layer)
+    for names in (
+        [c.name for c in crossover.comparisons(frame, draws=20)],
+        [n for n, _, _ in crossover.curve_sets(frame)],
+    ):
+        assert len(names) == len(set(names)) == 4 and all("/" not in n and " " not in n for n in names)
+    alone = crossover.comparisons(frames.table(rows), draws=20)
+    assert [c.name for c in alone] == ["cp_staged_collective_gathered_p2_bf16_uniform_q1_cold_graph"]
+
+
+def test_a_charged_projection_is_part_of_the_comparison():
+    rows = synthetic.rows(contexts=(8192, 32_768), batches=(1,))
+    rows = [
+        dataclasses.replace(r, timed_region=["extra_projection", *r.timed_region]) if r.point.arm == "cp" else r
+        for r in rows
+    ]
+    assert len(crossover.pairs(frames.table(rows))) == 2
+
+
+def test_adaptive_rows_are_a_variant_of_their_own():
+    base = Point(32_768, 8, world=2, form="one_launch")
+    cp = dataclasses.replace(base, arm="cp", exchange="symmetric", queries="gathered")
+    made = [
+        synthetic.row(base, 20.0, RNG(0)),
+        synthetic.row(cp, 15.0, RNG(1)),
+        synthetic.row(dataclasses.replace(cp, threshold_blocks=300), 15.3, RNG(2), path="adaptive"),
+    ]
+    names = sorted(c.name for c in crossover.comparisons(frames.table(made), draws=20))
+    assert [n.startswith("cp_one_launch_symmetric_gathered_above300_p2") for n in names] == [True, False]
