@@ -26,6 +26,7 @@ ERROR_KINDS = {
     LENGTH_ERROR: "a sequence length exceeds max_context, found by rank {rank}",
     WAIT_ERROR: "a wait for rank {rank} expired: that rank is gone, late or calls with other lengths; build the object anew",
 }
+CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 _FUSED_STAGES = {"one_launch": ["decode"], "two_launch": ["score_and_push", "wait_and_choose"]}
 _INTERPRETER_PROGRAMS = 3  # enough to split a request between programs; they run one after another
 
@@ -45,11 +46,15 @@ class _Decode:
         require_int("max_requests", max_requests, 1, 65_536)
         require_int("max_query_len", max_query_len, 1, MAX_QUERY_LEN)
         require_int("max_context", max_context, 1, MAX_CONTEXT_LIMIT, " tokens")
-        require("cache_dtype", cache_dtype, cache_dtype == torch.bfloat16, "torch.bfloat16")
+        formats = f"one of {', '.join(map(str, CACHE_DTYPES))} (bytes need the format that they hold)"
+        require("cache_dtype", cache_dtype, cache_dtype in CACHE_DTYPES, formats)
         require("form", form, form in FORMS, f"one of {', '.join(FORMS)}")
+        if form != "staged":
+            require("cache_dtype", cache_dtype, cache_dtype.itemsize == 2, f"torch.bfloat16 or torch.float16 for form {form!r}")
         self.shape, self.shard, self.device, self.cache_dtype, self.form = shape, shard, device, cache_dtype, form
         self.max_requests, self.max_query_len, self.max_context = max_requests, max_query_len, max_context
         self.max_tokens = max_requests * max_query_len
+        self.query_dtype = torch.float16 if cache_dtype == torch.float16 else torch.bfloat16
         self._blocks = blocks  # the shard of blocks: (0, 1) for TP
         self._scored_heads = scored_heads
         self._triton = device.type == "cuda" or tile.INTERPRETED
@@ -88,7 +93,7 @@ class _Decode:
             length = min(self.max_context, (shape.topk + 1) * shape.block_size)
             lens = torch.full((requests,), length, dtype=torch.int32, device=self.device)
             for query_len in range(1, self.max_query_len + 1):
-                q = torch.zeros(requests * query_len, self._given_heads, shape.head_dim, dtype=self.cache_dtype, device=self.device)
+                q = torch.zeros(requests * query_len, self._given_heads, shape.head_dim, dtype=self.query_dtype, device=self.device)
                 self(q, cache, table, lens, query_len=query_len)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -131,7 +136,8 @@ class _Decode:
             )
         if tuple(cache.shape[1:]) != (shape.block_size, shape.head_dim):
             raise ValueError(f"cache of shape {tuple(cache.shape)}: must be [pages, block_size={shape.block_size}, head_dim={shape.head_dim}]")
-        require("cache.dtype", cache.dtype, cache.dtype == self.cache_dtype, f"{self.cache_dtype}, as given at construction")
+        stated = cache.dtype == self.cache_dtype or (cache.dtype == torch.uint8 and self.cache_dtype.itemsize == 1)
+        require("cache.dtype", cache.dtype, stated, f"{self.cache_dtype}, as given at construction")
         require("cache.shape[0]", cache.shape[0], cache.shape[0] > 0, "at least one page")
         if cache.stride(2) != 1 or cache.stride(1) != shape.head_dim:
             raise ValueError(f"cache with strides {cache.stride()}: a page must be contiguous (strides [any, {shape.head_dim}, 1])")
@@ -140,7 +146,7 @@ class _Decode:
                 f"q of shape {tuple(q.shape)}: must be [tokens={tokens} (requests {requests} x query_len {query_len}), "
                 f"heads={self._given_heads}, head_dim={shape.head_dim}]"
             )
-        require("q.dtype", q.dtype, q.dtype == self.cache_dtype, f"{self.cache_dtype}, the cache's")
+        require("q.dtype", q.dtype, q.dtype == self.query_dtype, f"{self.query_dtype} with a cache of {self.cache_dtype}")
         if tokens and (q.stride(2) != 1 or q.data_ptr() % 16 or any(q.stride(d) * q.element_size() % 16 for d in (0, 1) if q.shape[d] > 1)):
             raise ValueError(f"q with strides {q.stride()} at address {q.data_ptr():#x}: each (token, head) row must be contiguous and 16-byte aligned")
         if out is not None:
@@ -186,7 +192,8 @@ class TPDecode(_Decode):
         max_requests, max_query_len: bounds of a call; buffers hold their product of tokens.
         max_context: bound of every sequence length, tokens; shapes buffers, never the work.
         device: where the tensors of every call live.
-        cache_dtype: of the index-K cache, and of the queries.
+        cache_dtype: of the index-K cache: bf16, fp16, fp8 e4m3fn or e4m3fnuz. A cache given as bytes is read as this
+            format. Queries are fp16 with an fp16 cache, else bf16; an fp8 cache's scale does not change a choice.
         form: "staged" (two kernels), "one_launch", or "two_launch" (the same code cut in two).
 
     Raises:
@@ -233,6 +240,7 @@ class TPDecode(_Decode):
             Logical block ids, ascending, then -1.
         """
         tokens = self._checked(q, cache, block_table, seq_lens, query_len, out)
+        cache = cache.view(self.cache_dtype)
         ids = self._result(tokens, out)
         if tokens and self.form != "staged":
             self._fused(q, cache, block_table, seq_lens, query_len, ids)
@@ -287,6 +295,7 @@ class CPLocal(_Decode):
     def __call__(self, q, cache, block_table, seq_lens, *, query_len: int = 1, out: torch.Tensor | None = None) -> torch.Tensor:
         """As `TPDecode`, with this shard's keys placed among `peers(tokens)`."""
         tokens = self._checked(q, cache, block_table, seq_lens, query_len, out)
+        cache = cache.view(self.cache_dtype)
         ids = self._result(tokens, out)
         if tokens:
             gathered = self.peers(tokens)
@@ -352,12 +361,13 @@ class CPDecode(CPLocal):
         self._gather = exchange.attach(shard, self.device, payload_words, self._state)
         self._sent_keys = self._buffer((shape.heads * self.max_tokens * shape.topk,), torch.int64)
         if gathers:
-            self._sent_queries = self._buffer((self.max_tokens * row,), cache_dtype)
-            self._queries = self._buffer((shard.world * self.max_tokens * row,), cache_dtype)
+            self._sent_queries = self._buffer((self.max_tokens * row,), self.query_dtype)
+            self._queries = self._buffer((shard.world * self.max_tokens * row,), self.query_dtype)
 
     def __call__(self, q, cache, block_table, seq_lens, *, query_len: int = 1, out: torch.Tensor | None = None) -> torch.Tensor:
         """As `TPDecode`; `q` is `[tokens, local_heads, D]` when gathered, `[tokens, heads, D]` when replicated."""
         tokens = self._checked(q, cache, block_table, seq_lens, query_len, out)
+        cache = cache.view(self.cache_dtype)
         ids = self._result(tokens, out)
         if not tokens:
             return ids

@@ -75,7 +75,7 @@ def score(
         r, b = request[start : start + batch], block[start : start + batch]
         page = block_table[r, b].to(torch.int64)
         valid = (page >= 0) & (page < cache.shape[0])
-        tile[: r.numel()] = cache[torch.where(valid, page, 0)]
+        tile[: r.numel()] = _pages(cache, torch.where(valid, page, 0))
         weights = columns[r] if r.numel() == batch else torch.cat([columns[r], columns[r[:1]].expand(batch - r.numel(), -1, -1, -1)])
         n_column = torch.nn.functional.pad(row_n[r], (0, groups * COLUMNS - pairs))
         seen = (b[:, None] * shape.block_size + position)[:, :, None] < n_column[:, None, :]  # [blocks, block_size, columns]
@@ -145,12 +145,30 @@ def select_blocks(
             committed prefix instead hides the draft tokens from every row.
 
     Rows longer than the table is wide are all -1.
+
+    Raises:
+        ValueError: a cache of integers, whose format nobody stated.
     """
+    if not cache.dtype.is_floating_point:
+        raise ValueError(f"cache.dtype={cache.dtype}: must be a floating-point type; view bytes as the fp8 format they hold")
     shard = Shard(0, 1, shape.heads)
     bound = block_table.shape[1] * shape.block_size
     common = dict(shape=shape, shard=shard, query_len=query_len, max_context=bound)
     found = candidates(score(q, cache, block_table, seq_lens, **common), seq_lens, **common)
     return merge(found[None], shape=shape, owned=range(shape.heads))
+
+
+def scaled(scores: torch.Tensor, shape: IndexerShape, *, k_scale: float = 1.0) -> torch.Tensor:
+    """Block scores as an engine wants to see them: times `head_dim ** -0.5`, and an fp8 cache's one scale per tensor.
+
+    Only scores that are returned are scaled, after ranking: rounding could make equal what was not.
+
+    Raises:
+        ValueError: a `k_scale` that is not a positive finite number.
+    """
+    if not (isinstance(k_scale, (int, float)) and 0 < k_scale < float("inf")):
+        raise ValueError(f"k_scale={k_scale!r}: must be a positive finite number, one for the whole cache")
+    return scores * (shape.head_dim**-0.5 * k_scale)
 
 
 def all_heads(q: torch.Tensor, shape: IndexerShape) -> torch.Tensor:
@@ -160,6 +178,13 @@ def all_heads(q: torch.Tensor, shape: IndexerShape) -> torch.Tensor:
     ranks, tokens, local_heads, dim = q.shape
     distinct = q[:: max(1, ranks * local_heads // shape.heads)]
     return distinct.transpose(0, 1).reshape(tokens, -1, dim)
+
+
+def _pages(cache: torch.Tensor, page: torch.Tensor) -> torch.Tensor:
+    """Pages `[count, block_size, D]` as fp32; fp8 is gathered as bytes, since not every device indexes it."""
+    if cache.element_size() == 1:
+        return cache.view(torch.uint8)[page].view(cache.dtype).float()
+    return cache[page].float()
 
 
 def _blocks_to_read(seq_lens, *, shape: IndexerShape, shard: Shard, max_context: int, width: int):

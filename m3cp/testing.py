@@ -77,6 +77,21 @@ def select_virtual(
     return out
 
 
+def selection_overlap(ids: torch.Tensor, other: torch.Tensor) -> float:
+    """Share of the chosen blocks of `ids` that `other` chose too; both `[heads, tokens, topk]`, -1 padded.
+
+    Stands beside every fp8 speed-up: a cheaper cache also chooses other blocks. 1.0 where nothing was chosen.
+
+    Raises:
+        ValueError: different shapes.
+    """
+    if ids.shape != other.shape:
+        raise ValueError(f"ids of shapes {tuple(ids.shape)} and {tuple(other.shape)}: must be equal")
+    chosen = ids >= 0
+    both = (ids[..., :, None] == other[..., None, :]).any(-1) & chosen
+    return int(both.sum()) / int(chosen.sum()) if bool(chosen.any()) else 1.0
+
+
 class _OneProcess(SymmetricExchange):
     """Every virtual rank's buffer in this process: `connect` tells each of all, once all were allocated."""
 

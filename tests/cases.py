@@ -29,6 +29,7 @@ class Case:
     lengths: tuple[int, ...]
     query_len: int = 1
     kind: str = "exact"
+    dtype: torch.dtype = torch.bfloat16
     bad_pages: int = 0
     page_slots: int = 2
     max_context: int | None = None
@@ -40,7 +41,7 @@ class Case:
     @functools.cached_property
     def problem(self) -> Problem:
         return build(
-            self.shape, self.lengths, self.query_len, kind=self.kind, bad_pages=self.bad_pages, page_slots=self.page_slots,
+            self.shape, self.lengths, self.query_len, kind=self.kind, dtype=self.dtype, bad_pages=self.bad_pages, page_slots=self.page_slots,
             max_context=self.max_context, seed=self.seed,
         )  # fmt: skip
 
@@ -90,6 +91,24 @@ CASES = [
     Case("bound far beyond the lengths", _shape(4), (128 * 7, 5), max_context=128 * 90),
     Case("longer than the bound", _shape(4), (128 * 7, 128 * 9 + 1, 3), max_context=128 * 9),
     Case("only the last draft rows are too long", _shape(3, heads=2), (128 * 8 + 2,), 4, max_context=128 * 8),
+    Case("fp16", _shape(4), (128 * 7 - 1, 128 * 5), 2, dtype=torch.float16),
+    Case("fp16, infinities and NaN", _shape(5, heads=2, local=0), (128 * 9,), kind="special", dtype=torch.float16),
+    Case("e4m3fn", _shape(4), (128 * 7 - 1, 128 * 5), 2, dtype=torch.float8_e4m3fn),
+    Case("e4m3fn with NaN", _shape(5, heads=2, local=0), (128 * 9,), kind="special", dtype=torch.float8_e4m3fn),
+    Case("e4m3fnuz", _shape(4, heads=8), (128 * 6 + 9,), dtype=torch.float8_e4m3fnuz, page_slots=3),
+    Case(
+        "e4m3fnuz with NaN and bad pages",
+        _shape(5, heads=2, local=0),
+        (128 * 9,),
+        kind="special",
+        dtype=torch.float8_e4m3fnuz,
+        bad_pages=2,
+    ),
+    Case("ties in e4m3fn", _shape(6, heads=2, local=0), (128 * 30,), kind="ties", dtype=torch.float8_e4m3fn),
+    Case("every e4m3fn code", _shape(5, local=0), (128 * 9,), 4, kind="codes", dtype=torch.float8_e4m3fn),
+    Case("every e4m3fnuz code", _shape(5, local=0), (128 * 9,), 4, kind="codes", dtype=torch.float8_e4m3fnuz),
+    Case("every fp16 code", _shape(5, local=0, dim=64), (128 * 9,), 4, kind="codes", dtype=torch.float16),
+    Case("bf16's mantissas", _shape(5, local=0), (128 * 9,), 4, kind="codes"),
     Case("no request", _shape(4), (), max_context=128 * 6),
     Case("padding only", _shape(4), (0, 0, 0), 2, max_context=128 * 6),
 ]

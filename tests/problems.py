@@ -84,6 +84,7 @@ def build(
     Args:
         kind: "exact": multiples of 1/8 in [-2, 2], summable exactly in any order. "ties": few distinct scores, zeros of
             both signs. "special": exact, with infinities and NaN among the visible keys. "free": normal deviates.
+            "codes": one-hot queries against every finite code of `dtype` (bf16's within 2**60), so that a dot is one product.
             "ulp": block scores a few units in the last place apart, so that another order of summation shows.
         max_context: the bound; the longest length when None.
         bad_pages: visible blocks (from every request's second on) whose table entry names no page.
@@ -95,16 +96,19 @@ def build(
     max_context = max_context or max([*lengths, 1])
     width = shape.blocks(max_context)
     visible = [min(width, shape.blocks(n)) for n in lengths]
-    q = _values(kind, (tokens, shape.heads, shape.head_dim), g, query=True).to(dtype)
+    q = _values(kind, (tokens, shape.heads, shape.head_dim), g, query=True).to(
+        torch.float16 if dtype == torch.float16 else torch.bfloat16
+    )
     pages = sum(visible) + 3
     order = torch.randperm(pages, generator=g)
-    buffer = torch.full((pages, page_slots, shape.block_size, shape.head_dim), float("nan")).to(dtype)
+    buffer = torch.full((pages, page_slots, shape.block_size, shape.head_dim), float("nan"))
     table = (
         torch.tensor(GARBAGE_PAGES, dtype=torch.int64)
         .repeat(requests * (width + 1))[: requests * (width + 1)]
         .reshape(requests, width + 1)
     )
-    keys = _values(kind, (sum(visible), shape.block_size, shape.head_dim), g, query=False).to(dtype)
+    size = (sum(visible), shape.block_size, shape.head_dim)
+    keys = _codes(size, g, dtype) if kind == "codes" else _values(kind, size, g, query=False)
     if kind == "ulp":
         keys[:, :, :-1] = keys[:1, :1, :-1]  # every key is the same but for the lane that adds units in the last place
     used = 0
@@ -122,7 +126,13 @@ def build(
     around[4 : 4 + requests] = torch.tensor(lengths, dtype=torch.int32)
     # The table is a slice of a wider one; lengths stand between lengths that would be errors.
     return Problem(
-        shape, query_len, max_context, q, buffer[:, 0], table.to(torch.int32)[:, :width], around[4 : 4 + requests]
+        shape,
+        query_len,
+        max_context,
+        q,
+        buffer.to(dtype)[:, 0],
+        table.to(torch.int32)[:, :width],
+        around[4 : 4 + requests],
     )
 
 
@@ -222,12 +232,31 @@ def _values(kind: str, size, g: torch.Generator, query: bool) -> torch.Tensor:
         values = torch.tensor([-0.0, 0.0, 0.25])[torch.randint(0, 3, size, generator=g)]
         values[torch.rand(size[0], generator=g) < 0.7] = -0.0  # most blocks score zero, of either sign
         return torch.where(torch.rand(size[0], generator=g)[:, None, None] < 0.2, -values.abs() - 0.25, values)
+    if kind == "codes":
+        powers = 2.0 ** torch.randint(-3, 4, size[:-1], generator=g) * (
+            1 - 2 * torch.randint(0, 2, size[:-1], generator=g)
+        )
+        return (
+            torch.nn.functional.one_hot(torch.randint(0, size[-1], size[:-1], generator=g), size[-1])
+            * powers[..., None]
+        )
     values = torch.randn(size, generator=g)
     if kind == "ulp":
         values[..., -1] = 2.0**-11 if query else torch.randint(0, 256, size[:-1], generator=g) * 2.0**-13
     elif kind != "free":
-        raise ValueError(f"kind={kind!r}: must be exact, ties, special, free or ulp")
+        raise ValueError(f"kind={kind!r}: must be exact, ties, special, codes, free or ulp")
     return values
+
+
+def _codes(size, g: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Random finite codes of a type as fp32; a code that is not finite becomes 0."""
+    bits = torch.uint8 if dtype.itemsize == 1 else torch.int16
+    info = torch.iinfo(bits)
+    values = torch.randint(info.min, info.max + 1, size, generator=g).to(bits).view(dtype).float()
+    keep = torch.isfinite(values) & (
+        (values.abs() < 2.0**60) & (values.abs() > 2.0**-60) if dtype == torch.bfloat16 else True
+    )
+    return torch.where(keep, values, 0.0)
 
 
 def _move(value: torch.Tensor, device) -> torch.Tensor:

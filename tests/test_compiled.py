@@ -29,8 +29,8 @@ pytestmark = pytest.mark.skipif(tile.INTERPRETED, reason="compiles kernels: run 
 TARGETS = sorted(compiled.TARGETS)
 MATRIX = {
     "sm_90": r"wgmma|mma\.sync",
-    "gfx942": r"v_mfma_f32_\d+x\d+x\d+_bf16",
-    "gfx950": r"v_mfma_f32_\d+x\d+x\d+_bf16",
+    "gfx942": r"v_mfma_f32_\d+x\d+x\d+_b?f16",
+    "gfx950": r"v_mfma_f32_\d+x\d+x\d+_b?f16",
 }
 POINTERS = {
     "q_ptr": "bf16",
@@ -42,16 +42,20 @@ POINTERS = {
 }
 
 
-def score(target, *, heads=4, query_len=1, requests=16, dim=128, block=128, page_bytes=0):
+def score(target, *, heads=4, query_len=1, requests=16, dim=128, block=128, page_bytes=0, dtype=torch.bfloat16):
     shape = IndexerShape(heads=heads, head_dim=dim, block_size=block)
-    cache = torch.zeros(2, block, dim, dtype=torch.bfloat16)
+    cache = torch.empty(2, block, dim, dtype=dtype)
     if page_bytes:
         cache = cache.as_strided((1, block, dim), (page_bytes // 2, dim, 1))
     constants = score_op.constants(shape, heads, heads, 1, query_len, requests, cache)
     return compiled.build(
         score_op.score_kernel,
-        POINTERS,
-        constants | dict(STAGES=score_op.STAGES, UPCAST=False),
+        POINTERS
+        | {
+            "cache_ptr": {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "u8"),
+            "q_ptr": "fp16" if dtype == torch.float16 else "bf16",
+        },
+        constants | dict(FORMAT=tile.cache_format(dtype), STAGES=score_op.STAGES, UPCAST=False),
         target,
         num_warps=score_op.WARPS,
     )
@@ -86,6 +90,9 @@ def assert_sound(build):
         dict(heads=8, query_len=4),
         dict(heads=4, query_len=8, requests=256),
         dict(dim=64, block=64),
+        dict(dtype=torch.float8_e4m3fn),
+        dict(dtype=torch.float8_e4m3fnuz),
+        dict(dtype=torch.float16),
     ],
     ids=str,
 )
@@ -98,9 +105,8 @@ def test_score(target, change):
         resident = min(
             compiled.SHARED_BYTES[target] // build.shared_bytes, 65_536 // (32 * score_op.WARPS * build.registers)
         )
-        assert resident >= (
-            score_op.PROGRAMS_PER_UNIT if change.get("heads", 4) * change.get("query_len", 1) <= 16 else 2
-        )
+        one_group = change.get("heads", 4) * change.get("query_len", 1) <= 16
+        assert resident >= (score_op.PROGRAMS_PER_UNIT if one_group and change.get("dtype", torch.bfloat16).itemsize == 2 else 2)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -44,7 +44,8 @@ def score_kernel(
     requests, query_len, pages, rank, world, max_context, init, local,
     stride_rank, stride_token, stride_head, stride_page, stride_table, width,
     HEADS: tl.constexpr, LOCAL_HEADS: tl.constexpr, REPLICAS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    TOPK: tl.constexpr, GROUPS: tl.constexpr, REQUESTS: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+    TOPK: tl.constexpr, GROUPS: tl.constexpr, REQUESTS: tl.constexpr, ALIGN: tl.constexpr, FORMAT: tl.constexpr,
+    STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     i_program = tl.program_id(0)
     o_request = tl.arange(0, REQUESTS)
@@ -68,7 +69,7 @@ def score_kernel(
             i_local = first_here + i - start
             block = i_local * world + rank
             page = tl.load(p_table + block)
-            b_k = load_keys(cache_ptr, page, pages, stride_page, BLOCK, DIM, ALIGN)  # [BLOCK, DIM]
+            b_k = load_keys(cache_ptr, page, pages, stride_page, BLOCK, DIM, ALIGN, FORMAT)  # [BLOCK, DIM]
             for group in tl.static_range(GROUPS):
                 if GROUPS > 1:
                     b_q = load_columns(
@@ -108,11 +109,11 @@ def score(
     gathered = q.dim() == 4
     heads = out.shape[1]
     score_kernel[(programs,)](
-        q, cache, block_table, seq_lens, out, state,
+        q, tile.as_stored(cache), block_table, seq_lens, out, state,
         seq_lens.numel(), query_len, cache.shape[0], shard.rank, shard.world, max_context, shape.init_blocks, shape.local_blocks,
         q.stride(0) if gathered else 0, q.stride(-3), q.stride(-2), cache.stride(0), block_table.stride(0), out.shape[2],
         **constants(shape, heads, q.shape[2] if gathered else heads, q.shape[0] if gathered else 1, query_len, seq_lens.numel(), cache),
-        STAGES=STAGES, UPCAST=tile.INTERPRETED, num_warps=WARPS,
+        FORMAT=tile.cache_format(cache.dtype), STAGES=STAGES, UPCAST=tile.INTERPRETED, num_warps=WARPS,
     )  # fmt: skip
     return out
 

@@ -6,12 +6,27 @@ or form. (row, head) pairs fill the columns in groups of 16, row-major; the last
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 COLUMNS = tl.constexpr(16)
 # The interpreter computes bf16 dots wrongly (triton #11584): there, and only there, operands are upcast first.
 INTERPRETED = triton.knobs.runtime.interpret
+# How a cache's elements are read: as their own type, or as bytes of one of the fp8 formats. Bytes compile everywhere:
+# NVIDIA's compiler knows no fnuz, and gfx942 has no fn.
+NATIVE, E4M3FN, E4M3FNUZ = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_FORMATS = {torch.float8_e4m3fn: 1, torch.float8_e4m3fnuz: 2}
+
+
+def cache_format(dtype: torch.dtype) -> int:
+    """NATIVE, E4M3FN or E4M3FNUZ."""
+    return _FORMATS.get(dtype, 0)
+
+
+def as_stored(cache: torch.Tensor) -> torch.Tensor:
+    """The cache as kernels take it: fp8 as bytes, the rest as it is."""
+    return cache.view(torch.uint8) if cache.dtype in _FORMATS else cache
 
 
 @triton.jit
@@ -80,14 +95,35 @@ def column_tokens(seq_len, group, query_len, max_context, HEADS: tl.constexpr):
 
 
 @triton.jit
-def load_keys(cache_ptr, page, pages, stride_page, BLOCK: tl.constexpr, DIM: tl.constexpr, ALIGN: tl.constexpr):
+def decode_e4m3(code, FORMAT: tl.constexpr):
+    """Values of fp8 bytes, exactly, as bf16, by integer moves alone: nothing flushes a subnormal on the way."""
+    BIAS: tl.constexpr = 119 if FORMAT == E4M3FNUZ else 120  # what bf16's exponent has more than the format's
+    code = code.to(tl.int16)
+    magnitude = code & 0x7F
+    # Below 8 the codes are subnormals, magnitude * 2**(BIAS - 129): the leading one becomes bf16's hidden bit.
+    tiny = tl.where(magnitude >= 4, magnitude << 5, tl.where(magnitude >= 2, (magnitude << 6) - 128, (magnitude << 7) - 256))
+    tiny = tl.where(magnitude == 0, -(BIAS << 7), tiny - 128)
+    bits = tl.where(magnitude < 8, tiny, magnitude << 4) + (BIAS << 7)
+    is_nan = code == 0x80 if FORMAT == E4M3FNUZ else magnitude == 0x7F
+    bits = tl.where(is_nan, 0x7FC0, bits) | ((code & 0x80) << 8)
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def load_keys(
+    cache_ptr, page, pages, stride_page, BLOCK: tl.constexpr, DIM: tl.constexpr, ALIGN: tl.constexpr, FORMAT: tl.constexpr = 0
+):  # fmt: skip
     """One block's keys, [BLOCK, DIM]. A page id outside [0, pages) is never dereferenced: page 0 stands in.
 
-    ALIGN: bytes that divide every page's address.
+    ALIGN: bytes that divide every page's address. FORMAT: how elements are read; fp8 becomes bf16, so that dots are
+    the same bf16 dots.
     """
     page = tl.where((page >= 0) & (page < pages), page, 0)
     p_page = tl.multiple_of(cache_ptr + page.to(tl.int64) * stride_page, ALIGN)
-    return tl.load(p_page + tl.arange(0, BLOCK)[:, None] * DIM + tl.arange(0, DIM)[None, :])
+    b_k = tl.load(p_page + tl.arange(0, BLOCK)[:, None] * DIM + tl.arange(0, DIM)[None, :])
+    if FORMAT != NATIVE:
+        b_k = decode_e4m3(b_k, FORMAT)
+    return b_k
 
 
 @triton.jit

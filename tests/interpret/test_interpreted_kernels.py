@@ -186,3 +186,19 @@ def test_keys_jit_and_torch_give_the_same_bits(visible, init, local):
     assert torch.equal(code, keys.order_code(score))
     expect = keys.encode(keys.order_code(score), block.long(), torch.tensor(visible), init, local)
     assert torch.equal(key, expect) and torch.equal(back.long(), keys.block_of(expect))
+
+
+@triton.jit
+def _decode_kernel(code_ptr, out_ptr, FORMAT: tl.constexpr):
+    o = tl.arange(0, 256)
+    tl.store(out_ptr + o, tile.decode_e4m3(tl.load(code_ptr + o), FORMAT).to(tl.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz], ids=str)
+def test_every_fp8_code_is_decoded_exactly(dtype):
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    out = torch.empty(256)
+    _decode_kernel[(1,)](codes, out, FORMAT=tile.cache_format(dtype))
+    expect = codes.view(dtype).float()
+    assert torch.equal(out.isnan(), expect.isnan())
+    assert torch.equal(out.nan_to_num(7.0).view(torch.int32), expect.nan_to_num(7.0).view(torch.int32))  # -0.0 too
