@@ -7,8 +7,6 @@ construction, lengths and strides are run-time values.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 
 from m3cp import compiled, reference
@@ -18,6 +16,7 @@ from m3cp.kernels import fused as fused_op
 from m3cp.kernels import merge as merge_op
 from m3cp.kernels import score as score_op
 from m3cp.kernels import tile
+from m3cp.pagetable import Emission, PageTable
 from m3cp.shapes import FORMS, MAX_CONTEXT_LIMIT, MAX_QUERY_LEN, QUERIES, IndexerShape, require, require_int
 from m3cp.shard import Shard
 
@@ -34,7 +33,7 @@ _INTERPRETER_PROGRAMS = 3  # enough to split a request between programs; they ru
 class _Decode:
     """What both paths share: checks of the arguments, buffers, the score and candidates stages, the error word."""
 
-    path: str
+    path: str  # of the last call: this class's own, or "profiling"
     stages: list[str]  # names of what a call runs, in order
     launches: int  # kernels a call
     collectives: int  # collectives a call
@@ -59,6 +58,7 @@ class _Decode:
         self._scored_heads = scored_heads
         self._triton = device.type == "cuda" or tile.INTERPRETED
         self._warm = False
+        self._warm_page_sizes: set[int] = set()
         self._buffers: list[torch.Tensor] = []
         if form == "staged":
             width = max(1, blocks.local_blocks(shape.blocks(max_context)))
@@ -78,11 +78,14 @@ class _Decode:
         """Bytes of persistent buffers that this object holds on its device."""
         return sum(b.numel() * b.element_size() for b in [*self._buffers, self._state])
 
-    def warmup(self) -> None:
+    def warmup(self, page_size: int | None = None) -> None:
         """Compile every kernel and warm every transport that a call can choose; capture is refused before it.
 
         Runs one call for each query length and each bucket of batch sizes, on a cache of one page and requests whose
         lengths are just beyond `topk` blocks where the bound allows it, so that every stage runs.
+
+        Args:
+            page_size: also warm calls that write page tables of this page size.
         """
         shape = self.shape
         width = shape.blocks(self.max_context)
@@ -94,7 +97,13 @@ class _Decode:
             lens = torch.full((requests,), length, dtype=torch.int32, device=self.device)
             for query_len in range(1, self.max_query_len + 1):
                 q = torch.zeros(requests * query_len, self._given_heads, shape.head_dim, dtype=self.query_dtype, device=self.device)
+                pages = None
+                if page_size is not None:
+                    given = dict(local_heads=self.shard.local_heads, tokens=requests * query_len, page_size=page_size, device=self.device)
+                    pages = PageTable.empty(shape, **given)
+                    self(q, cache, table, lens, query_len=query_len, pages=pages)
                 self(q, cache, table, lens, query_len=query_len)
+        self._warm_page_sizes |= {page_size}
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.check()
@@ -110,10 +119,12 @@ class _Decode:
         if kind:
             raise RuntimeError(f"{ERROR_KINDS[kind].format(rank=rank)} (launch {at} of {launch}); the rows concerned are -1")
 
-    def _checked(self, q, cache, block_table, seq_lens, query_len, out) -> int:
+    def _checked(self, q, cache, block_table, seq_lens, query_len, out, pages) -> int:
         """Raise on what the host can see; returns the number of tokens."""
         shape = self.shape
-        for name, value, dims in (("q", q, 3), ("cache", cache, 3), ("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
+        profiling = cache is None or (isinstance(cache, torch.Tensor) and cache.numel() == 0)
+        given = (("q", q, 3), ("block_table", block_table, 2), ("seq_lens", seq_lens, 1), *(() if profiling else (("cache", cache, 3),)))
+        for name, value, dims in given:
             if not isinstance(value, torch.Tensor) or value.dim() != dims:
                 given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise ValueError(f"{name} of shape {given}: must be a tensor of {dims} dimensions")
@@ -134,13 +145,8 @@ class _Decode:
                 f"block_table of width {block_table.shape[1]}: {block_table.shape[1]} x block_size {shape.block_size} tokens is less than "
                 f"max_context={self.max_context}"
             )
-        if tuple(cache.shape[1:]) != (shape.block_size, shape.head_dim):
-            raise ValueError(f"cache of shape {tuple(cache.shape)}: must be [pages, block_size={shape.block_size}, head_dim={shape.head_dim}]")
-        stated = cache.dtype == self.cache_dtype or (cache.dtype == torch.uint8 and self.cache_dtype.itemsize == 1)
-        require("cache.dtype", cache.dtype, stated, f"{self.cache_dtype}, as given at construction")
-        require("cache.shape[0]", cache.shape[0], cache.shape[0] > 0, "at least one page")
-        if cache.stride(2) != 1 or cache.stride(1) != shape.head_dim:
-            raise ValueError(f"cache with strides {cache.stride()}: a page must be contiguous (strides [any, {shape.head_dim}, 1])")
+        if not profiling:
+            self._check_cache(cache)
         if tuple(q.shape) != (tokens, self._given_heads, shape.head_dim):
             raise ValueError(
                 f"q of shape {tuple(q.shape)}: must be [tokens={tokens} (requests {requests} x query_len {query_len}), "
@@ -153,20 +159,50 @@ class _Decode:
             expected = (self.shard.local_heads, tokens, shape.topk)
             if tuple(out.shape) != expected or out.dtype != torch.int32 or out.device != self.device or not out.is_contiguous():
                 raise ValueError(f"out of shape {tuple(out.shape)}, {out.dtype} on {out.device}: must be contiguous {expected} int32 on {self.device}")
-        if not self._warm and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("capture before warmup(): call warmup() once after construction, before the first capture")
+        if pages is not None:
+            require("pages", type(pages).__name__, self.form == "staged", f"None: form {self.form!r} writes no page table")
+            cache_pages = 0 if profiling else cache.shape[0]
+            pages.checked(shape, local_heads=self.shard.local_heads, tokens=tokens, cache_pages=cache_pages, device=self.device)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if not self._warm:
+                raise RuntimeError("capture before warmup(): call warmup() once after construction, before the first capture")
+            if pages is not None and pages.page_size not in self._warm_page_sizes:
+                raise RuntimeError(f"capture of page tables before warmup(page_size={pages.page_size}): call it before the first capture")
         return tokens
+
+    def _check_cache(self, cache: torch.Tensor) -> None:
+        shape = self.shape
+        if tuple(cache.shape[1:]) != (shape.block_size, shape.head_dim):
+            raise ValueError(f"cache of shape {tuple(cache.shape)}: must be [pages, block_size={shape.block_size}, head_dim={shape.head_dim}]")
+        stated = cache.dtype == self.cache_dtype or (cache.dtype == torch.uint8 and self.cache_dtype.itemsize == 1)
+        require("cache.dtype", cache.dtype, stated, f"{self.cache_dtype}, as given at construction")
+        if cache.stride(2) != 1 or cache.stride(1) != shape.head_dim:
+            raise ValueError(f"cache with strides {cache.stride()}: a page must be contiguous (strides [any, {shape.head_dim}, 1])")
+
+    def _without_cache(self, cache: torch.Tensor | None, ids: torch.Tensor, pages: PageTable | None) -> bool:
+        """An engine's profiling run has no cache yet (None, or no pages): all -1, no exchange, and `path` says so."""
+        profiling = cache is None or cache.numel() == 0
+        self.path = "profiling" if profiling else type(self).path
+        if profiling:
+            ids.fill_(-1)
+            if pages is not None:
+                pages.pages.fill_(-1)
+                pages.attended.zero_()
+        return profiling
+
+    def _emission(self, pages: PageTable | None, cache, block_table, seq_lens, query_len: int) -> Emission | None:
+        return None if pages is None else Emission(pages, block_table, seq_lens, query_len, self.max_context, cache.shape[0])
 
     def _result(self, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
         size = (self.shard.local_heads, tokens, self.shape.topk)
         return self._out[: size[0] * size[1] * size[2]].view(size) if out is None else out
 
-    def _local(self, q, cache, block_table, seq_lens, query_len: int, tokens: int, out: torch.Tensor) -> None:
-        """Score this object's blocks and write their best keys (int64 `out`) or, in a world of one, ids (int32)."""
+    def _local(self, q, cache, block_table, seq_lens, query_len: int, tokens: int, out: torch.Tensor, emit: Emission | None = None) -> None:
+        """Score this object's blocks and write their best keys (int64 `out`) or, in a world of one, ids (int32) and pages."""
         bounds = dict(shape=self.shape, shard=self._blocks, query_len=query_len, max_context=self.max_context)
         if self._triton:
             score_op.score(q, cache, block_table, seq_lens, out=self._scores, state=self._state, programs=self._programs, **bounds)
-            candidates_op.candidates(self._scores, seq_lens, tokens=tokens, out=out, **bounds)
+            candidates_op.candidates(self._scores, seq_lens, tokens=tokens, out=out, emit=emit, **bounds)
             return
         self._state[0] += 1
         if bool((seq_lens > self.max_context).any()) and not self._state[1]:
@@ -177,10 +213,16 @@ class _Decode:
         else:
             found = reference.candidates(scores, seq_lens, **bounds)
             reference.merge(found[None], shape=self.shape, owned=range(self._scored_heads), out=out)
+            if emit is not None:
+                reference.emit_pages(out, emit, shape=self.shape)
 
-    def _merge(self, gathered: torch.Tensor, out: torch.Tensor) -> None:
-        op: ModuleType = merge_op if self._triton else reference
-        op.merge(gathered, shape=self.shape, owned=self.shard.owned_heads, out=out)
+    def _merge(self, gathered: torch.Tensor, out: torch.Tensor, emit: Emission | None = None) -> None:
+        if self._triton:
+            merge_op.merge(gathered, shape=self.shape, owned=self.shard.owned_heads, out=out, emit=emit)
+            return
+        reference.merge(gathered, shape=self.shape, owned=self.shard.owned_heads, out=out)
+        if emit is not None:
+            reference.emit_pages(out, emit, shape=self.shape)
 
 
 class TPDecode(_Decode):
@@ -226,7 +268,7 @@ class TPDecode(_Decode):
             self._fused = _Fused(self, exchange=None, gather=False)
             self.stages, self.launches = _FUSED_STAGES[form], len(_FUSED_STAGES[form])
 
-    def __call__(self, q, cache, block_table, seq_lens, *, query_len: int = 1, out: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, q, cache, block_table, seq_lens, *, query_len: int = 1, out: torch.Tensor | None = None, pages: PageTable | None = None) -> torch.Tensor:
         """Choose blocks for the owned heads.
 
         Args:
@@ -235,17 +277,21 @@ class TPDecode(_Decode):
             block_table: `[requests, width]` int32 with `width * block_size >= max_context`.
             seq_lens: `[requests]` int32: total tokens including this step's queries; 0 for a padding row.
             out: `[local_heads, tokens, topk]` int32; None returns a view of this object's buffer, valid until the next call.
+            pages: a page table to write in the same pass; staged form only.
 
         Returns:
             Logical block ids, ascending, then -1.
         """
-        tokens = self._checked(q, cache, block_table, seq_lens, query_len, out)
-        cache = cache.view(self.cache_dtype)
+        tokens = self._checked(q, cache, block_table, seq_lens, query_len, out, pages)
         ids = self._result(tokens, out)
-        if tokens and self.form != "staged":
+        if self._without_cache(cache, ids, pages) or not tokens:
+            return ids
+        cache = cache.view(self.cache_dtype)
+        emit = self._emission(pages, cache, block_table, seq_lens, query_len)
+        if self.form != "staged":
             self._fused(q, cache, block_table, seq_lens, query_len, ids)
-        elif tokens:
-            self._local(q, cache, block_table, seq_lens, query_len, tokens, ids)
+        else:
+            self._local(q, cache, block_table, seq_lens, query_len, tokens, ids, emit)
         return ids
 
 
@@ -292,15 +338,17 @@ class CPLocal(_Decode):
         """Write this shard's candidates of all heads, `[heads, tokens, topk]` int64; `q` may be gathered (4 dimensions)."""
         self._local(q, cache, block_table, seq_lens, query_len, seq_lens.shape[0] * query_len, out)
 
-    def __call__(self, q, cache, block_table, seq_lens, *, query_len: int = 1, out: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, q, cache, block_table, seq_lens, *, query_len: int = 1, out: torch.Tensor | None = None, pages: PageTable | None = None) -> torch.Tensor:
         """As `TPDecode`, with this shard's keys placed among `peers(tokens)`."""
-        tokens = self._checked(q, cache, block_table, seq_lens, query_len, out)
-        cache = cache.view(self.cache_dtype)
+        tokens = self._checked(q, cache, block_table, seq_lens, query_len, out, pages)
         ids = self._result(tokens, out)
-        if tokens:
-            gathered = self.peers(tokens)
-            self.local_keys(q, cache, block_table, seq_lens, query_len, gathered[self.shard.rank])
-            self._merge(gathered, ids)
+        if self._without_cache(cache, ids, pages) or not tokens:
+            return ids
+        cache = cache.view(self.cache_dtype)
+        emit = self._emission(pages, cache, block_table, seq_lens, query_len)
+        gathered = self.peers(tokens)
+        self.local_keys(q, cache, block_table, seq_lens, query_len, gathered[self.shard.rank])
+        self._merge(gathered, ids, emit)
         return ids
 
 
@@ -364,16 +412,24 @@ class CPDecode(CPLocal):
             self._sent_queries = self._buffer((self.max_tokens * row,), self.query_dtype)
             self._queries = self._buffer((shard.world * self.max_tokens * row,), self.query_dtype)
 
-    def __call__(self, q, cache, block_table, seq_lens, *, query_len: int = 1, out: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, q, cache, block_table, seq_lens, *, query_len: int = 1, out: torch.Tensor | None = None, pages: PageTable | None = None) -> torch.Tensor:
         """As `TPDecode`; `q` is `[tokens, local_heads, D]` when gathered, `[tokens, heads, D]` when replicated."""
-        tokens = self._checked(q, cache, block_table, seq_lens, query_len, out)
-        cache = cache.view(self.cache_dtype)
+        tokens = self._checked(q, cache, block_table, seq_lens, query_len, out, pages)
         ids = self._result(tokens, out)
-        if not tokens:
+        if self._without_cache(cache, ids, pages) or not tokens:
             return ids
+        cache = cache.view(self.cache_dtype)
+        emit = self._emission(pages, cache, block_table, seq_lens, query_len)
+        self.exchange.in_flight.begin(self.device)
         if self.form != "staged":
             self._fused(q, cache, block_table, seq_lens, query_len, ids)
-            return ids
+        else:
+            self._staged(q, cache, block_table, seq_lens, query_len, ids, emit)
+        self.exchange.in_flight.end(self.device)
+        return ids
+
+    def _staged(self, q, cache, block_table, seq_lens, query_len: int, ids: torch.Tensor, emit: Emission | None) -> None:
+        tokens = ids.shape[1]
         if self.queries == "gathered":
             if not q.is_contiguous():  # one more launch: a slice of a fused projection
                 q = self._sent_queries[: q.numel()].view(q.shape).copy_(q)
@@ -384,8 +440,7 @@ class CPDecode(CPLocal):
         self.local_keys(q, cache, block_table, seq_lens, query_len, keys)
         gathered = self.peers(tokens)
         self._gather(gathered, keys)
-        self._merge(gathered, ids)
-        return ids
+        self._merge(gathered, ids, emit)
 
 
 class _Fused:

@@ -18,6 +18,36 @@ from m3cp.shard import Shard
 
 _HOST_WAIT_S = 30.0  # seconds before a wait between processes on a CPU gives up
 
+class OneInFlight:
+    """Refuses an eager call on another stream while the last one may still run: an exchange has one launch in flight.
+
+    Buffers and generations are the exchange's, so two launches at once would read each other's words. Only eager calls
+    are seen from the host; that replays of captured calls do not overlap is the caller's duty.
+    """
+
+    def __init__(self):
+        self._stream = self._done = None
+
+    def begin(self, device: torch.device) -> None:
+        """Raise a RuntimeError when the last call was on another stream and has not finished."""
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream(device)
+        if self._stream is not None and stream != self._stream and not self._done.query():
+            raise RuntimeError(
+                f"a call on stream {stream.cuda_stream:#x} while the last one, on stream {self._stream.cuda_stream:#x}, still runs: "
+                "an exchange has one launch in flight; let one stream wait for the other and the host for its event, or use one stream"
+            )
+
+    def end(self, device: torch.device) -> None:
+        """Remember the call that was just issued."""
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return
+        self._stream = torch.cuda.current_stream(device)
+        self._done = self._done or torch.cuda.Event()
+        self._done.record(self._stream)
+
+
 class CollectiveExchange:
     """All-gathers over a process group (NCCL, RCCL, gloo), or over a callable.
 
@@ -38,6 +68,7 @@ class CollectiveExchange:
         self.group = group
         self._gather = gather
         self._alone = False
+        self.in_flight = OneInFlight()
         self.calls = 0  # collectives issued from the host, for tests and for rows
 
     def attach(self, shard: Shard, device: torch.device, payload_words: int = 0, state: torch.Tensor | None = None) -> Callable[[torch.Tensor, torch.Tensor], None]:
@@ -81,6 +112,7 @@ class SymmetricExchange:
 
     def __init__(self, group=None):
         self.group = group
+        self.in_flight = OneInFlight()
         self.calls = 0
         self.memory_type = "none yet"
 

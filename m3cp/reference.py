@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from m3cp import keys
+from m3cp.pagetable import Emission
 from m3cp.shapes import IndexerShape
 from m3cp.shard import Shard
 
@@ -156,6 +157,24 @@ def select_blocks(
     common = dict(shape=shape, shard=shard, query_len=query_len, max_context=bound)
     found = candidates(score(q, cache, block_table, seq_lens, **common), seq_lens, **common)
     return merge(found[None], shape=shape, owned=range(shape.heads))
+
+
+def emit_pages(ids: torch.Tensor, emit: Emission, *, shape: IndexerShape) -> None:
+    """Write the page table of chosen `ids` `[owned heads, tokens, topk]` (see `m3cp.pagetable`)."""
+    r = emit.table.per_block(shape)
+    page_size = emit.table.page_size
+    n = row_lengths(emit.seq_lens, emit.query_len, emit.max_context)  # [tokens]
+    table = emit.block_table.repeat_interleave(emit.query_len, 0).to(torch.int64)
+    chosen = ids >= 0
+    block = torch.where(chosen, ids, 0).to(torch.int64)
+    entry = table[torch.arange(len(n), device=ids.device)[None, :, None], block]
+    named = chosen & (entry >= 0) & (entry < emit.cache_pages)
+    held = torch.where(named, (n[None, :, None] - block * shape.block_size).clamp(max=shape.block_size), 0)
+    offset = torch.arange(r, device=ids.device)
+    page = torch.where(offset * page_size < held[..., None], entry[..., None] * emit.stride(shape) + offset, -1).flatten(2)
+    order = (page < 0).to(torch.int8).argsort(dim=2, stable=True)
+    emit.table.pages.copy_(page.gather(2, order))
+    emit.table.attended.copy_(held.sum(2))
 
 
 def scaled(scores: torch.Tensor, shape: IndexerShape, *, k_scale: float = 1.0) -> torch.Tensor:

@@ -264,3 +264,60 @@ def _move(value: torch.Tensor, device) -> torch.Tensor:
         value.untyped_storage(), 0, (value.untyped_storage().nbytes() // value.element_size(),)
     )
     return whole.to(device).as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def expected_pages(
+    problem: Problem, ids: torch.Tensor, *, page_size: int, stride: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(pages, attended tokens) of a choice, block by block in plain Python."""
+    shape = problem.shape
+    r = shape.block_size // page_size
+    pages = torch.full((*ids.shape[:2], shape.topk * r), -1, dtype=torch.int32)
+    attended = torch.zeros(ids.shape[:2], dtype=torch.int32)
+    for token, n in enumerate(rows(problem)):
+        for head in range(ids.shape[0]):
+            found = []
+            for block in ids[head, token].tolist():
+                entry = int(problem.block_table[token // problem.query_len, block]) if block >= 0 else -1
+                if 0 <= entry < problem.cache.shape[0]:
+                    tokens = min(shape.block_size, n - block * shape.block_size)
+                    found += [entry * stride + j for j in range(r) if j * page_size < tokens]
+                    attended[head, token] += tokens
+            pages[head, token, : len(found)] = torch.tensor(found, dtype=torch.int32)
+    return pages, attended
+
+
+def assert_pages(
+    problem: Problem, ids: torch.Tensor, *, page_size: int, stride: int, world: int = 1, device="cpu"
+) -> None:
+    """TP writes the page table that the ids and the block table imply; so does the last rank of CP, given all lists."""
+    from m3cp.decode import CPLocal, TPDecode
+    from m3cp.pagetable import PageTable
+    from m3cp.shard import Shard
+
+    shape, there = problem.shape, problem.to(device)
+    pages, attended = expected_pages(problem, ids, page_size=page_size, stride=stride)
+    shards = [Shard(r, world, shape.heads) for r in range(world)]
+    mine = shards[-1]
+    given = dict(
+        local_heads=mine.local_heads, tokens=problem.tokens, page_size=page_size, stride=stride, device=there.q.device
+    )
+    keys = []
+    for shard in shards[:-1]:
+        rank = CPLocal(shape, shard, **there.bounds())
+        if problem.tokens:
+            rank(there.q, *there.tensors[1:], query_len=problem.query_len)
+            keys.append(rank.peers(problem.tokens)[shard.rank].clone())
+    for path in ("tp", "cp"):
+        table = PageTable.empty(shape, **given)
+        if path == "tp":
+            made = TPDecode(shape, mine, **there.bounds())
+            made(there.heads(mine.owned_heads), *there.tensors[1:], query_len=problem.query_len, pages=table)
+        else:
+            made = CPLocal(shape, mine, **there.bounds())
+            for rank, lists in enumerate(keys):
+                made.peers(problem.tokens)[rank].copy_(lists)
+            made(there.q, *there.tensors[1:], query_len=problem.query_len, pages=table)
+        owned = slice(mine.owned_heads.start, mine.owned_heads.stop)
+        assert torch.equal(table.pages.cpu(), pages[owned]), path
+        assert torch.equal(table.attended.cpu(), attended[owned]), path

@@ -61,19 +61,27 @@ def score(target, *, heads=4, query_len=1, requests=16, dim=128, block=128, page
     )
 
 
-def candidates(target, topk, choose):
+PAGES = {"pages_ptr": "i32", "attended_ptr": "i32", "table_ptr": "i32"}
+
+
+def candidates(target, topk, choose, per_block=0):
     constants = dict(
-        HEADS=4, BLOCK=128, TOPK=topk, KEEP=candidates_op.kept(topk), CHUNK=candidates_op.CHUNK, CHOOSE=choose
+        HEADS=4,
+        BLOCK=128,
+        TOPK=topk,
+        KEEP=candidates_op.kept(topk),
+        CHUNK=candidates_op.CHUNK,
+        CHOOSE=choose,
+        PER_BLOCK=per_block,
     )
-    pointers = {"scores_ptr": "fp32", "lens_ptr": "i32", "out_ptr": "i32" if choose else "i64"}
+    pointers = {"scores_ptr": "fp32", "lens_ptr": "i32", "out_ptr": "i32" if choose else "i64"} | PAGES
     return compiled.build(candidates_op.candidates_kernel, pointers, constants, target, num_warps=candidates_op.WARPS)
 
 
-def merge(target, topk, world):
-    constants = dict(WORLD=world, RANKS=world, TOPK=topk, KEEP=candidates_op.kept(topk))
-    return compiled.build(
-        merge_op.merge_kernel, {"keys_ptr": "i64", "out_ptr": "i32"}, constants, target, num_warps=merge_op.WARPS
-    )
+def merge(target, topk, world, per_block=0):
+    constants = dict(WORLD=world, RANKS=world, TOPK=topk, KEEP=candidates_op.kept(topk), BLOCK=128, PER_BLOCK=per_block)
+    pointers = {"keys_ptr": "i64", "out_ptr": "i32", "lens_ptr": "i32"} | PAGES
+    return compiled.build(merge_op.merge_kernel, pointers, constants, target, num_warps=merge_op.WARPS)
 
 
 def assert_sound(build):
@@ -106,7 +114,9 @@ def test_score(target, change):
             compiled.SHARED_BYTES[target] // build.shared_bytes, 65_536 // (32 * score_op.WARPS * build.registers)
         )
         one_group = change.get("heads", 4) * change.get("query_len", 1) <= 16
-        assert resident >= (score_op.PROGRAMS_PER_UNIT if one_group and change.get("dtype", torch.bfloat16).itemsize == 2 else 2)
+        assert resident >= (
+            score_op.PROGRAMS_PER_UNIT if one_group and change.get("dtype", torch.bfloat16).itemsize == 2 else 2
+        )
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -120,15 +130,20 @@ def test_keys_are_loaded_sixteen_bytes_at_a_time(target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("topk, choose", [(16, True), (16, False), (1, True), (64, False)])
-def test_candidates(target, topk, choose):
-    assert_sound(candidates(target, topk, choose))
+@pytest.mark.parametrize(
+    "topk, choose, per_block",
+    [(16, True, 0), (16, False, 0), (1, True, 0), (64, False, 0), (64, True, 8), (16, True, 1)],
+)
+def test_candidates(target, topk, choose, per_block):
+    assert_sound(candidates(target, topk, choose, per_block))
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("topk, world", [(16, 2), (16, 8), (64, 16), (1, 1)])
-def test_merge(target, topk, world):
-    assert_sound(merge(target, topk, world))
+@pytest.mark.parametrize(
+    "topk, world, per_block", [(16, 2, 0), (16, 8, 0), (64, 16, 0), (1, 1, 0), (64, 16, 8), (16, 4, 8)]
+)
+def test_merge(target, topk, world, per_block):
+    assert_sound(merge(target, topk, world, per_block))
 
 
 def test_targets_are_checked():

@@ -9,9 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from m3cp.kernels import tile
+from m3cp.kernels import pages, tile
+from m3cp.kernels.pages import store_pages
 from m3cp.kernels.tile import blocks_of, row_tokens, shard_count
 from m3cp.keys import block_of_jit, encode_jit, order_code_jit
+from m3cp.pagetable import Emission
 from m3cp.shapes import IndexerShape
 from m3cp.shard import Shard
 
@@ -29,18 +31,27 @@ def keep_best(b_best, b_more, KEEP: tl.constexpr):
 
 @triton.jit
 def store_choice(b_best, p_out, TOPK: tl.constexpr, KEEP: tl.constexpr):
-    """Store the first TOPK of KEEP descending keys as block ids, ascending, then -1."""
+    """Store the first TOPK of KEEP descending keys as block ids, ascending, then -1; returns them, [KEEP]."""
     o_k = tl.arange(0, KEEP)
     ids = block_of_jit(b_best)
     ids = tl.where((o_k < TOPK) & (ids >= 0), ids, _NO_BLOCK)
     ids = tl.sort(ids)
-    tl.store(p_out + o_k, tl.where(ids == _NO_BLOCK, -1, ids), mask=o_k < TOPK)
+    ids = tl.where(ids == _NO_BLOCK, -1, ids)
+    tl.store(p_out + o_k, ids, mask=o_k < TOPK)
+    return ids
 
 
-@triton.jit(do_not_specialize=["scores_ptr", "lens_ptr", "out_ptr", "tokens", "query_len", "rank", "world", "max_context", "init", "local", "width"])
+@triton.jit(
+    do_not_specialize=[
+        "scores_ptr", "lens_ptr", "out_ptr", "tokens", "query_len", "rank", "world", "max_context", "init", "local", "width",
+        "pages_ptr", "attended_ptr", "table_ptr", "stride_table", "cache_pages", "entry_stride",
+    ]
+)  # fmt: skip
 def candidates_kernel(
     scores_ptr, lens_ptr, out_ptr, tokens, query_len, rank, world, max_context, init, local, width,
+    pages_ptr, attended_ptr, table_ptr, stride_table, cache_pages, entry_stride,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, TOPK: tl.constexpr, KEEP: tl.constexpr, CHUNK: tl.constexpr, CHOOSE: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
 ):  # fmt: skip
     i_token = tl.program_id(0)
     i_head = tl.program_id(1)
@@ -58,9 +69,14 @@ def candidates_kernel(
         key = tl.where(o_local < held, key, 0)
         b_best = keep_best(b_best, tl.topk(key, KEEP), KEEP)
     o_k = tl.arange(0, KEEP)
-    p_row = out_ptr + (i_head.to(tl.int64) * tokens + i_token) * TOPK
+    i_row = i_head.to(tl.int64) * tokens + i_token
+    p_row = out_ptr + i_row * TOPK
     if CHOOSE:
-        store_choice(b_best, p_row, TOPK, KEEP)
+        ids = store_choice(b_best, p_row, TOPK, KEEP)
+        if PER_BLOCK > 0:
+            p_table = table_ptr + (i_token // query_len).to(tl.int64) * stride_table
+            p_pages = pages_ptr + i_row * (TOPK * PER_BLOCK)
+            store_pages(ids, n, p_table, p_pages, attended_ptr + i_row, cache_pages, entry_stride, TOPK, KEEP, BLOCK, PER_BLOCK)
     else:
         tl.store(p_row + o_k, b_best, mask=o_k < TOPK)
 
@@ -75,19 +91,21 @@ def candidates(
     query_len: int,
     max_context: int,
     out: torch.Tensor,
+    emit: Emission | None = None,
 ) -> torch.Tensor:
     """`reference.candidates` as one kernel. With an int32 `out` (a world of one) it stores the chosen ids instead.
 
     Args:
         scores: `[>= tokens, heads, local blocks]` fp32, contiguous.
         out: contiguous `[heads, tokens, topk]`, int64 for keys, int32 for ids.
+        emit: a page table to write with the ids.
     """
     heads = scores.shape[1]
     if tokens:
         candidates_kernel[(tokens, heads)](
             scores, seq_lens, out, tokens, query_len, shard.rank, shard.world, max_context, shape.init_blocks, shape.local_blocks,
             scores.shape[2], HEADS=heads, BLOCK=shape.block_size, TOPK=shape.topk, KEEP=kept(shape.topk), CHUNK=CHUNK,
-            CHOOSE=out.dtype == torch.int32, num_warps=WARPS,
+            CHOOSE=out.dtype == torch.int32, num_warps=WARPS, **pages.arguments(emit, shape, out),
         )  # fmt: skip
     return out
 

@@ -15,7 +15,7 @@ from cases import (
     check_written,
     kernel_scores,
 )
-from problems import assert_ids, build, oracle, rows
+from problems import assert_ids, assert_pages, build, oracle, rows
 
 from m3cp import keys, reference
 from m3cp.decode import TPDecode
@@ -136,6 +136,16 @@ def test_merge_reads_strided_ranks():
         out = torch.full((len(owned), 3, 6), -5, dtype=torch.int32)
         merge_op.merge(wide[:, 0], shape=shape, owned=owned, out=out)
         assert torch.equal(out, reference.merge(made, shape=shape, owned=owned))
+
+
+PAGED = ("m3", "short lengths of draft tokens", "bad pages", "blocks of 64", "longer than the bound", "topk 1")
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in PAGED], ids=str)
+def test_page_tables(case):
+    page_size = 16 if case.name != "m3" else 128
+    stride = case.shape.block_size // page_size * (1 + len(case.name) % 2)
+    assert_pages(case.problem, case.expect, page_size=page_size, stride=stride, world=2)
 
 
 @pytest.mark.parametrize("form", ["staged", "one_launch"])
