@@ -90,7 +90,7 @@ class _Decode:
         shape = self.shape
         width = shape.blocks(self.max_context)
         cache = torch.zeros(1, shape.block_size, shape.head_dim, dtype=self.cache_dtype, device=self.device)
-        buckets = sorted({min(4**i, self.max_requests) for i in range(9)})
+        buckets = sorted({min(n, self.max_requests) for n in (1, 32, 256, 2048, 16_384, 65_536)})
         for requests in buckets:
             table = torch.zeros(requests, width, dtype=torch.int32, device=self.device)
             length = min(self.max_context, (shape.topk + 1) * shape.block_size)

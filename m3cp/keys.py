@@ -68,3 +68,15 @@ def block_of(key: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def block_of_jit(key):
     return tl.where(key == 0, -1, _ID_MASK - (key & _ID_MASK)).to(tl.int32)
+
+
+@triton.jit
+def forced_code_jit(code, block, visible, init, local):
+    """32-bit codes for choosing within one row: forced blocks above every score, 0 for what is not visible.
+
+    `code` is `order_code_jit` of the scored blocks (0x007FFFFF for -inf to 0xFF800000 for +inf). With lanes in block
+    order, ties go to the lower lane. No class, no id: half the bits of a key to sort.
+    """
+    forced = tl.where(block < init, 0xFFFFFFFF, 0xFFFFFFFE).to(tl.uint32)
+    code = tl.where((block < init) | (block >= visible - local), forced, code.to(tl.uint32, bitcast=True))
+    return tl.where((block >= 0) & (block < visible), code, 0)

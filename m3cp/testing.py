@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from m3cp.decode import CPDecode, CPLocal, TPDecode
+from m3cp.decode import WAIT_ERROR, CPDecode, CPLocal, TPDecode
 from m3cp.exchange import SymmetricExchange
 from m3cp.kernels.fused import CHOOSE, PUSH
 from m3cp.shapes import IndexerShape, require
@@ -54,8 +54,8 @@ def select_virtual(
         for phase in (PUSH, CHOOSE) if q.shape[0] else ():
             for rank, ids in zip(ranks, per_rank, strict=True):
                 rank._fused.launch(phase, q, cache, block_table, seq_lens, query_len, ids)
-        for rank in ranks:
-            rank.check()
+        late = [rank._state.tolist() for rank in ranks if int(rank._state[1]) == WAIT_ERROR]
+        assert not late, f"virtual ranks waited in vain: (launch, kind, rank, at) = {late}"
     elif path == "tp":
         for shard in shards:
             mine = q[:, shard.owned_heads.start : shard.owned_heads.stop]

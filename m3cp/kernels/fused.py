@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from m3cp.kernels import tile
-from m3cp.kernels.candidates import keep_best, kept, store_choice
+from m3cp.kernels.candidates import keep_best, kept
 from m3cp.kernels.score import LENGTH_ERROR, constants
 from m3cp.kernels.tile import (
     COLUMNS,
@@ -47,7 +47,7 @@ from m3cp.kernels.tile import (
     score_columns,
 )
 from m3cp.kernels.words import POLLED, await_words, put, tagged
-from m3cp.keys import encode_jit, order_code_jit
+from m3cp.keys import forced_code_jit, order_code_jit
 from m3cp.shapes import IndexerShape
 from m3cp.shard import Shard
 
@@ -60,13 +60,13 @@ WAIT_ERROR = tl.constexpr(2)
 ONE_LAUNCH, PUSH, CHOOSE = 0, 1, 2  # phases
 
 _SEGMENT = tl.constexpr(SEGMENT)
-_FAILED = tl.constexpr(-1)  # id payload of a part whose wait expired; real payloads have the top bits clear
+_FAILED = tl.constexpr(-1)  # stands for the block ids of a segment whose wait expired
 
 
 @triton.jit
-def report_wait(state_ptr, launch, rank, expired):
-    """Write the error word (kind, rank waited for, launch), unless one stands there."""
-    first = expired & (tl.load(state_ptr + 1) != WAIT_ERROR)
+def report_wait(state_ptr, launch, rank):
+    """Write the error word (kind, rank waited for, launch), unless a wait's stands there."""
+    first = tl.load(state_ptr + 1) != WAIT_ERROR
     tl.store(state_ptr + 2, rank.to(tl.int64), mask=first)
     tl.store(state_ptr + 3, launch, mask=first)
     tl.store(state_ptr + 1, WAIT_ERROR, mask=first)
@@ -102,17 +102,106 @@ def push_queries(
 def await_columns(
     p_queries, i_request, group, query_len, tag, spin_limit, LIKE, HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Query columns of one group from their words, [DIM, 16], and the rank waited for in vain (-1 when all came)."""
+    """Query columns of one group from their words, [DIM, 16], and a head waited for in vain (-1 when all came)."""
     o_column = group * COLUMNS + tl.arange(0, COLUMNS)
     row = i_request.to(tl.int64) * query_len * HEADS + o_column
     o_pair = tl.arange(0, DIM // 2)
     mask = (o_column < query_len * HEADS)[:, None] & (o_pair >= 0)[None, :]
-    pair, missing = await_words(p_queries + row[:, None] * (DIM // 2) + o_pair[None, :], mask, tag, spin_limit)
+    pair, missing, left = await_words(p_queries + row[:, None] * (DIM // 2) + o_pair[None, :], mask, tag, spin_limit)
     low = (pair & 0xFFFF).to(tl.uint16).to(LIKE, bitcast=True)
     high = ((pair >> 16) & 0xFFFF).to(tl.uint16).to(LIKE, bitcast=True)
     columns = tl.reshape(tl.join(low, high), [COLUMNS, DIM])
-    late = tl.max(tl.max(tl.where(missing, (o_column % HEADS)[:, None], -1), 1), 0)
+    late = -1
+    if left > 0:
+        late = tl.max(tl.max(tl.where(missing, (o_column % HEADS)[:, None], -1), 1), 0)
     return tl.trans(columns), late
+
+
+@triton.jit
+def row_pointers(
+    words_ptr, peers_ptr, slot, i_request, group, query_len, max_tokens, width, i_replica,
+    HEADS: tl.constexpr, LOCAL_HEADS: tl.constexpr, REPLICAS: tl.constexpr, EXCHANGE: tl.constexpr,
+):  # fmt: skip
+    """Where the score words of a group's 16 columns start, in the memory of the rank that owns each column's head, [16]."""
+    o_column = group * COLUMNS + tl.arange(0, COLUMNS)
+    o_head = o_column % HEADS
+    i_token = i_request * query_len + o_column // HEADS
+    if EXCHANGE:
+        row = (o_head % LOCAL_HEADS).to(tl.int64) * max_tokens + i_token
+        return peer(peers_ptr, o_head // LOCAL_HEADS * REPLICAS + i_replica) + slot + row * width
+    else:
+        return words_ptr + (o_head.to(tl.int64) * max_tokens + i_token) * width
+
+
+@triton.jit
+def await_scores(
+    p_row, first, visible, init, local, failed, tag, launch, spin_limit, state_ptr, world, TOPK: tl.constexpr
+):  # fmt: skip
+    """Codes of blocks [first, first + SEGMENT) of a row, int32 in the order of scores, and whether a word failed to come."""
+    o_block = first + tl.arange(0, _SEGMENT)
+    awaited = (visible > TOPK) & (o_block >= init) & (o_block < visible - local) & (failed == 0)
+    word, missing, late = await_words(p_row + o_block, awaited, tag, spin_limit)
+    if late > 0:
+        report_wait(state_ptr, launch, tl.max(tl.where(missing, o_block % world, 0), 0))
+    # A row that chooses everything was not scored: any code will do, the same for all.
+    code = tl.where(awaited, word, tl.where(visible > TOPK, 0, 1))
+    return signed(forced_code_jit(code, o_block, visible, init, local)), late + failed.to(tl.int32)
+
+
+@triton.jit
+def await_parts(row_parts, begin, parts, visible, launch, spin_limit, state_ptr, rank, TOPK: tl.constexpr, KEEP: tl.constexpr):
+    """Candidates [begin, begin + POLLED) of a row's segments: codes as `await_scores`, block ids, how many failed."""
+    o = begin + tl.arange(0, POLLED)
+    # A segment hands over its TOPK best; the last one may see fewer blocks than that.
+    there = (o < parts) & (o % KEEP < tl.minimum(visible - o // KEEP * _SEGMENT, TOPK))
+    p_part = row_parts + o // KEEP * (2 * KEEP) + o % KEEP
+    code, _, late = await_words(p_part, there, launch.to(tl.int32), spin_limit)
+    block, _, late_block = await_words(p_part + KEEP, there, launch.to(tl.int32), spin_limit)
+    late += late_block
+    if late > 0:
+        report_wait(state_ptr, launch, rank)
+    late += tl.sum((there & (block == _FAILED)).to(tl.int32))
+    return tl.where(there, code, -2147483648), block, late
+
+
+@triton.jit
+def signed(code):
+    """uint32 codes as int32 of the same order; 0, nothing at all, becomes the least."""
+    return (code ^ 0x80000000).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def cut(best, TOPK: tl.constexpr, KEEP: tl.constexpr):
+    """From a row's KEEP largest codes, descending: the TOPK-th, and how many lanes may be taken at that very level."""
+    threshold = tl.max(tl.where(tl.arange(0, KEEP) >= TOPK - 1, best, -2147483648), 0)
+    return threshold, TOPK - tl.sum((best > threshold).to(tl.int32))
+
+
+@triton.jit
+def place_lanes(code, threshold, free, above_before, level_before):
+    """Which lanes are chosen, and each one's place among the chosen in lane order, which is ascending block order.
+
+    Everything above the threshold is, and of the lanes at it the first `free`: equal scores go to the lower id. The
+    last two arguments count what earlier lanes held, and are returned brought forward.
+    """
+    above = (code > threshold).to(tl.int32)
+    level = ((code == threshold) & (code != -2147483648)).to(tl.int32)
+    upto = tl.cumsum(above * 65536 + level, 0)
+    above_upto = above_before + (upto >> 16)
+    level_upto = level_before + (upto & 0xFFFF)
+    taken = (above > 0) | ((level > 0) & (level_upto <= free))
+    place = above_upto - above + tl.minimum(level_upto - level, free)
+    both = tl.sum(above * 65536 + level)
+    return taken, place, above_before + (both >> 16), level_before + (both & 0xFFFF)
+
+
+@triton.jit
+def store_row(p_out, block, taken, place, visible, late, TOPK: tl.constexpr, KEEP: tl.constexpr):
+    """Store a row's chosen ids at their places, and -1 behind them; -1 everywhere when a wait expired."""
+    o_k = tl.arange(0, KEEP)
+    count = tl.where(late > 0, 0, tl.minimum(visible, TOPK))
+    tl.store(p_out + place, block, mask=taken & (late == 0))
+    tl.store(p_out + o_k, -1, mask=(o_k >= count) & (o_k < TOPK))
 
 
 @triton.jit(
@@ -146,10 +235,10 @@ def fused_kernel(
         # A slot holds, in this order: score words of owned rows, query words of all rows, presence words.
         slot_queries = slot + max_tokens.to(tl.int64) * LOCAL_HEADS * width
         presence = slot_queries + max_tokens.to(tl.int64) * ((HEADS * DIM // 2) if GATHER else 0)
-        p_mine = words_ptr + slot
     else:
         tag = launch.to(tl.int32)
-        p_mine = words_ptr
+        slot = launch & 0
+    p_mine = words_ptr + slot
 
     if PHASE != 2:
         if i_program == 0:
@@ -185,15 +274,22 @@ def fused_kernel(
                         words_ptr + slot_queries, i_request, group, query_len, tag, spin_limit, q_ptr.dtype.element_ty, HEADS, DIM
                     )  # fmt: skip
                     late = tl.maximum(late, late_here)
-                report_wait(state_ptr, launch, late // LOCAL_HEADS * REPLICAS, late >= 0)
-                stop = tl.where(late >= 0, item, stop)
-                upto = tl.where(late >= 0, item, upto)
+                if late >= 0:
+                    report_wait(state_ptr, launch, late // LOCAL_HEADS * REPLICAS)
+                    stop = item
+                    upto = item
             elif GROUPS == 1:
                 b_q = load_columns(q_ptr, i_request, 0, query_len, 0, stride_token, stride_head, HEADS, HEADS, 1, DIM)
+            p_row = row_pointers(
+                words_ptr, peers_ptr, slot, i_request, 0, query_len, max_tokens, width, 0, HEADS, LOCAL_HEADS, REPLICAS, EXCHANGE
+            )  # fmt: skip
+            page = tl.load(p_table + (first_here + item - start) * world + rank, mask=item < upto, other=0)
             for i in tl.range(item, upto, num_stages=STAGES):
                 block = (first_here + i - start) * world + rank
-                page = tl.load(p_table + block)
+                # The next page's id is fetched an iteration early, so that its keys can be in flight during this dot.
+                next_page = tl.load(p_table + block + world, mask=i + 1 < upto, other=0)
                 b_k = load_keys(cache_ptr, page, pages, stride_page, BLOCK, DIM, ALIGN)  # [BLOCK, DIM]
+                valid = (page >= 0) & (page < pages)
                 for group in tl.static_range(GROUPS):
                     if GROUPS > 1:
                         if GATHER:
@@ -203,94 +299,108 @@ def fused_kernel(
                         else:
                             b_q = load_columns(q_ptr, i_request, group, query_len, 0, stride_token, stride_head, HEADS, HEADS, 1, DIM)
                     n_column = column_tokens(seq_len, group, query_len, max_context, HEADS)
-                    best = score_columns(b_k, b_q, n_column, block, (page >= 0) & (page < pages), BLOCK, UPCAST)  # [16]
-                    o_column = group * COLUMNS + tl.arange(0, COLUMNS)
-                    o_head = o_column % HEADS
-                    i_token = i_request * query_len + o_column // HEADS
                     visible = blocks_of(n_column, BLOCK)
                     # Exactly the words that the row's reader awaits: choosers mask by the same condition.
                     sent = (visible > TOPK) & (block < visible - local)
-                    word = tagged(order_code_jit(best), tag)
-                    if EXCHANGE:
-                        row = (o_head % LOCAL_HEADS).to(tl.int64) * max_tokens + i_token
-                        for i_replica in tl.static_range(REPLICAS):
-                            base = peer(peers_ptr, o_head // LOCAL_HEADS * REPLICAS + i_replica)
-                            put(base + slot + row * width + block, word, sent)
-                    else:
-                        row = o_head.to(tl.int64) * max_tokens + i_token
-                        put(words_ptr + row * width + block, word, sent)
+                    word = tagged(order_code_jit(score_columns(b_k, b_q, n_column, block, valid, BLOCK, UPCAST)), tag)  # [16]
+                    for i_replica in tl.static_range(REPLICAS):
+                        if (GROUPS > 1) | (i_replica > 0):
+                            p_row = row_pointers(
+                                words_ptr, peers_ptr, slot, i_request, group, query_len, max_tokens, width, i_replica,
+                                HEADS, LOCAL_HEADS, REPLICAS, EXCHANGE,
+                            )  # fmt: skip
+                        put(p_row + block, word, sent)
+                page = next_page
             item = upto
             start = end
             i_request += 1
 
-    if PHASE != 1:
+    if PHASE == 0:
         # --- choose: a program a (row, segment); the grid's last programs first, they have the smaller shares ---
         rows = LOCAL_HEADS * tokens
-        segments = tl.maximum((most + _SEGMENT - 1) // _SEGMENT, 1) if PHASE == 0 else 1
+        segments = tl.maximum((most + _SEGMENT - 1) // _SEGMENT, 1)
         for i_task in range(programs - 1 - i_program, rows * segments, programs):
             i_row = i_task // segments
             i_segment = i_task % segments
-            i_head = i_row // tokens
             i_token = i_row % tokens
+            row = (i_row // tokens).to(tl.int64) * tokens + i_token
             n = row_tokens(tl.load(lens_ptr + i_token // query_len), i_token % query_len, query_len, max_context)
             visible = blocks_of(n, BLOCK)
-            upto_segment = tl.minimum(i_segment + 1, tl.maximum((visible + _SEGMENT - 1) // _SEGMENT, 1))
-            if PHASE == 2:
-                upto_segment = tl.maximum((visible + _SEGMENT - 1) // _SEGMENT, 1)
-            p_row = p_mine + (i_head.to(tl.int64) * max_tokens + i_token) * width
-            b_best = tl.full([KEEP], 0, tl.int64)
-            late = tl.where(failed, rank, -1)
-            # One segment of this task in one launch; all of them, one after another, in the second of two.
-            for i in range(i_segment, upto_segment):
-                o_block = i * _SEGMENT + tl.arange(0, _SEGMENT)
-                awaited = (visible > TOPK) & (o_block >= init) & (o_block < visible - local) & (late < 0)
-                code, missing = await_words(p_row + o_block, awaited, tag, spin_limit)
-                key = encode_jit(tl.where(awaited, code.to(tl.uint32, bitcast=True), 0), o_block, visible, init, local)
-                late = tl.maximum(late, tl.max(tl.where(missing, o_block % world, -1), 0))
-                b_best = keep_best(b_best, tl.topk(key, KEEP), KEEP) if PHASE == 2 else tl.topk(key, KEEP)
-            if failed == 0:
-                report_wait(state_ptr, launch, late, late >= 0)
-            b_best = tl.where(late >= 0, 0, b_best)
-            if (PHASE == 2) | (visible <= _SEGMENT):
-                if i_segment == 0:
-                    store_choice(b_best, out_ptr + i_row.to(tl.int64) * TOPK, TOPK, KEEP)
-            else:
-                if i_segment < upto_segment:
-                    # Two words a candidate: (order code) and (class, inverted id), all of the key's 62 bits.
-                    o_part = (i_row.to(tl.int64) * segments + i_segment) * 2 * KEEP + tl.arange(0, KEEP)
-                    put(parts_ptr + o_part, tagged((b_best >> 28).to(tl.int32), launch.to(tl.int32)), o_part >= 0)
-                    high = ((b_best >> 60) << 28 | b_best & 0xFFFFFFF).to(tl.int32)
-                    high = tl.where(late >= 0, _FAILED, high)
-                    put(parts_ptr + KEEP + o_part, tagged(high, launch.to(tl.int32)), o_part >= 0)
-    if PHASE == 0:
-        # --- rows of several segments: merge their parts ---
+            begin_block = i_segment * _SEGMENT
+            if (begin_block < visible) | (i_segment == 0):
+                p_row = p_mine + ((i_row // tokens).to(tl.int64) * max_tokens + i_token) * width
+                code, late = await_scores(
+                    p_row, begin_block, visible, init, local, failed, tag, launch, spin_limit, state_ptr, world, TOPK
+                )  # fmt: skip
+                threshold, free = cut(tl.topk(code, KEEP), TOPK, KEEP)
+                taken, place, _, _ = place_lanes(code, threshold, free, 0, 0)
+                o_block = begin_block + tl.arange(0, _SEGMENT)
+                if visible <= _SEGMENT:
+                    store_row(out_ptr + row * TOPK, o_block, taken, place, visible, late, TOPK, KEEP)
+                else:
+                    p_part = parts_ptr + (row * segments + i_segment) * 2 * KEEP + place
+                    put(p_part, tagged(code, launch.to(tl.int32)), taken)
+                    put(p_part + KEEP, tagged(tl.where(late > 0, _FAILED, o_block), launch.to(tl.int32)), taken)
+        # --- rows of several segments: choose among their parts ---
         if segments > 1:
             for i_row in range(i_program, rows, programs):
                 i_token = i_row % tokens
+                row = (i_row // tokens).to(tl.int64) * tokens + i_token
                 n = row_tokens(tl.load(lens_ptr + i_token // query_len), i_token % query_len, query_len, max_context)
-                parts = (blocks_of(n, BLOCK) + _SEGMENT - 1) // _SEGMENT * KEEP
-                if parts > KEEP:
-                    b_best = tl.full([KEEP], 0, tl.int64)
-                    late = 0
-                    for start in range(0, parts, POLLED):
-                        o = start + tl.arange(0, POLLED)
-                        p_part = parts_ptr + (i_row.to(tl.int64) * segments + o // KEEP) * 2 * KEEP + o % KEEP
-                        code, missing = await_words(p_part, o < parts, launch.to(tl.int32), spin_limit)
-                        high, missing_high = await_words(p_part + KEEP, o < parts, launch.to(tl.int32), spin_limit)
-                        gone = missing | missing_high
-                        late = tl.maximum(late, tl.max((gone | ((high == _FAILED) & (o < parts))).to(tl.int32), 0))
-                        report_wait(state_ptr, launch, rank, tl.max(gone.to(tl.int32), 0) > 0)
-                        key = (code.to(tl.int64) & 0xFFFFFFFF) << 28 | (high & 0xFFFFFFF).to(tl.int64) | (high >> 28).to(tl.int64) << 60
-                        key = tl.where(o < parts, key, 0)
-                        b_best = keep_best(b_best, tl.topk(key, KEEP), KEEP)
-                    store_choice(tl.where(late > 0, 0, b_best), out_ptr + i_row.to(tl.int64) * TOPK, TOPK, KEEP)
+                visible = blocks_of(n, BLOCK)
+                if visible > _SEGMENT:
+                    row_parts = parts_ptr + row * segments * 2 * KEEP
+                    parts = (visible + _SEGMENT - 1) // _SEGMENT * KEEP
+                    code, o_block, late = await_parts(row_parts, 0, parts, visible, launch, spin_limit, state_ptr, rank, TOPK, KEEP)
+                    if parts <= 64:  # four segments fold onto 64 lanes: a quarter of the codes to sort
+                        best = tl.topk(tl.max(tl.reshape(code, [POLLED // 64, 64]), 0), KEEP)
+                    else:
+                        best = tl.topk(code, KEEP)
+                    for begin in range(POLLED, parts, POLLED):
+                        more, _, late_here = await_parts(row_parts, begin, parts, visible, launch, spin_limit, state_ptr, rank, TOPK, KEEP)
+                        best = keep_best(best, tl.topk(more, KEEP), KEEP)
+                        late += late_here
+                    threshold, free = cut(best, TOPK, KEEP)
+                    taken, place, above, level = place_lanes(code, threshold, free, 0, 0)
+                    p_out = out_ptr + row * TOPK
+                    store_row(p_out, o_block, taken, place, visible, late, TOPK, KEEP)
+                    for begin in range(POLLED, parts, POLLED):
+                        code, o_block, _ = await_parts(row_parts, begin, parts, visible, launch, spin_limit, state_ptr, rank, TOPK, KEEP)
+                        taken, place, above, level = place_lanes(code, threshold, free, above, level)
+                        store_row(p_out, o_block, taken, place, visible, late, TOPK, KEEP)
+    if PHASE == 2:
+        # --- choose, one program a row over all its segments: once for the threshold, once to store what passes ---
+        for i_row in range(programs - 1 - i_program, LOCAL_HEADS * tokens, programs):
+            i_token = i_row % tokens
+            row = (i_row // tokens).to(tl.int64) * tokens + i_token
+            n = row_tokens(tl.load(lens_ptr + i_token // query_len), i_token % query_len, query_len, max_context)
+            visible = blocks_of(n, BLOCK)
+            p_row = p_mine + ((i_row // tokens).to(tl.int64) * max_tokens + i_token) * width
+            best = tl.full([KEEP], -2147483648, tl.int32)
+            late = 0
+            for begin_block in range(0, visible, _SEGMENT):
+                code, late_here = await_scores(
+                    p_row, begin_block, visible, init, local, failed, tag, launch, spin_limit, state_ptr, world, TOPK
+                )  # fmt: skip
+                late += late_here
+                best = keep_best(best, tl.topk(code, KEEP), KEEP)
+            threshold, free = cut(best, TOPK, KEEP)
+            above = 0
+            level = 0
+            for begin_block in range(0, tl.maximum(visible, 1), _SEGMENT):
+                code, _ = await_scores(
+                    p_row, begin_block, visible, init, local, failed, tag, launch, spin_limit, state_ptr, world, TOPK
+                )  # fmt: skip
+                taken, place, above, level = place_lanes(code, threshold, free, above, level)
+                o_block = begin_block + tl.arange(0, _SEGMENT)
+                store_row(out_ptr + row * TOPK, o_block, taken, place, visible, late, TOPK, KEEP)
     if PHASE != 1:
         if PRESENCE:
             if (i_program == 0) & exchanges:
                 o = tl.arange(0, POLLED)
-                _, missing = await_words(words_ptr + presence + o, o < world, tag, spin_limit)
-                late = tl.max(tl.where(missing, o, -1), 0)
-                report_wait(state_ptr, launch, late, late >= 0)
+                _, missing, left = await_words(words_ptr + presence + o, o < world, tag, spin_limit)
+                if left > 0:
+                    report_wait(state_ptr, launch, tl.max(tl.where(missing, o, 0), 0))
         if EXCHANGE:
             tl.store(counters_ptr + i_program, exchange, mask=exchanges)
         tl.store(counters_ptr + programs + i_program, launch)

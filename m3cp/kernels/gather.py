@@ -37,9 +37,10 @@ def gather_kernel(
     for start in range(i_program * CHUNK, n, programs * CHUNK):
         o = start + tl.arange(0, CHUNK)
         for i_rank in range(world):
-            payload, missing = await_words(words_ptr + slot + i_rank * capacity + o, o < n, tag, spin_limit)
+            payload, _, left = await_words(words_ptr + slot + i_rank * capacity + o, o < n, tag, spin_limit)
             tl.store(out_ptr + i_rank.to(tl.int64) * n + o, payload, mask=o < n)
-            report_wait(state_ptr, launch, i_rank, tl.max(missing.to(tl.int32), 0) > 0)
+            if left > 0:
+                report_wait(state_ptr, launch, i_rank)
     tl.store(counters_ptr + i_program, launch)
 
 

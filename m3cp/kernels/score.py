@@ -127,10 +127,10 @@ def constants(shape: IndexerShape, heads: int, local_heads: int, ranks: int, que
 
 
 def request_bucket(requests: int) -> int:
-    """Width of the vector of lengths: a power of eight, so that few kernels are compiled."""
+    """Width of the vector of lengths: few, so that few kernels are compiled; up to 32 one warp reduces it alone."""
     bucket = 1
     while bucket < requests:
-        bucket *= 8
+        bucket *= 32 if bucket == 1 else 8
     return bucket
 
 

@@ -33,7 +33,7 @@ def put(p_word, word, mask):
 def await_words(p_word, mask, tag, spin_limit):
     """Poll until every word in `mask` carries `tag`, or `spin_limit` polls went by.
 
-    Returns (payloads as int32, missing mask). The tensor must have at least POLLED elements.
+    Returns (payloads as int32, missing mask, how many are missing). The tensor must have at least POLLED elements.
     """
     word = tl.load(p_word, mask=mask, other=0, volatile=True, cache_modifier=".cv")
     missing = mask & ((word >> 32).to(tl.int32) != tag)
@@ -44,4 +44,4 @@ def await_words(p_word, mask, tag, spin_limit):
         missing = mask & ((word >> 32).to(tl.int32) != tag)
         left = tl.sum(missing.to(tl.int32))
         spins += 1
-    return word.to(tl.int32), missing
+    return word.to(tl.int32), missing, left
