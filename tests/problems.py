@@ -84,6 +84,7 @@ def build(
     Args:
         kind: "exact": multiples of 1/8 in [-2, 2], summable exactly in any order. "ties": few distinct scores, zeros of
             both signs. "special": exact, with infinities and NaN among the visible keys. "free": normal deviates.
+            "infinite": most blocks score +inf. "late": the token that only a request's rows from the second on see wins.
             "codes": one-hot queries against every finite code of `dtype` (bf16's within 2**60), so that a dot is one product.
             "ulp": block scores a few units in the last place apart, so that another order of summation shows.
         max_context: the bound; the longest length when None.
@@ -101,7 +102,11 @@ def build(
     )
     pages = sum(visible) + 3
     order = torch.randperm(pages, generator=g)
-    buffer = torch.full((pages, page_slots, shape.block_size, shape.head_dim), float("nan"))
+    # Where nothing may look stand NaN and, so that masking NaN does not hide a missing mask, keys that would win.
+    garbage = (
+        torch.tensor([float("nan"), 200.0, -200.0]).repeat(43)[: shape.block_size, None].expand(-1, shape.head_dim)
+    )
+    buffer = garbage.repeat(pages, page_slots, 1, 1)
     table = (
         torch.tensor(GARBAGE_PAGES, dtype=torch.int64)
         .repeat(requests * (width + 1))[: requests * (width + 1)]
@@ -117,7 +122,10 @@ def build(
         table[r, :blocks] = mine
         buffer[mine, 0] = keys[used : used + blocks]
         if blocks and n < blocks * shape.block_size:
-            buffer[mine[-1], 0, n % shape.block_size :] = float("nan")
+            buffer[mine[-1], 0, n % shape.block_size :] = garbage[n % shape.block_size :]
+        if kind == "late" and query_len > 1 and 1 < n - query_len + 1 < blocks * shape.block_size:
+            late = n - query_len + 1
+            buffer[mine[late // shape.block_size], 0, late % shape.block_size, : shape.head_dim // 2] = 2.0
         if blocks > 1 and bad_pages:
             at = 1 + torch.randperm(blocks - 1, generator=g)[:bad_pages]
             table[r, at] = torch.tensor([pages, -1, 2**31 - 1, pages + 7]).repeat(bad_pages)[: at.numel()]
@@ -232,6 +240,16 @@ def _values(kind: str, size, g: torch.Generator, query: bool) -> torch.Tensor:
         values = torch.tensor([-0.0, 0.0, 0.25])[torch.randint(0, 3, size, generator=g)]
         values[torch.rand(size[0], generator=g) < 0.7] = -0.0  # most blocks score zero, of either sign
         return torch.where(torch.rand(size[0], generator=g)[:, None, None] < 0.2, -values.abs() - 0.25, values)
+    if kind == "infinite":
+        values = torch.randint(-16, 17, size, generator=g) / 8
+        values[..., 0] = 1.0 if query else 0.0
+        if not query:
+            values[:, 3, 0] = torch.where(torch.rand(size[0], generator=g) < 0.7, float("inf"), 0.0)
+        return values
+    if kind == "late":
+        values = torch.randint(-16, 17, size, generator=g) / 8
+        values[..., : size[-1] // 2] = 1.5 if query else 0.0
+        return values
     if kind == "codes":
         powers = 2.0 ** torch.randint(-3, 4, size[:-1], generator=g) * (
             1 - 2 * torch.randint(0, 2, size[:-1], generator=g)
@@ -244,7 +262,7 @@ def _values(kind: str, size, g: torch.Generator, query: bool) -> torch.Tensor:
     if kind == "ulp":
         values[..., -1] = 2.0**-11 if query else torch.randint(0, 256, size[:-1], generator=g) * 2.0**-13
     elif kind != "free":
-        raise ValueError(f"kind={kind!r}: must be exact, ties, special, codes, free or ulp")
+        raise ValueError(f"kind={kind!r}: must be exact, ties, special, infinite, late, codes, free or ulp")
     return values
 
 
