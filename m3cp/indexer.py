@@ -1,0 +1,192 @@
+"""A model's decode indexing as an engine configures it: options that are checked at start-up, and whole steps.
+
+Context parallelism is off unless asked for. What was asked for either runs or is an error at construction: nothing
+falls back, and nothing turns it on by itself (a policy advises, the options decide).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from m3cp.decode import CPDecode, TPDecode
+from m3cp.exchange import CollectiveExchange, SymmetricExchange
+from m3cp.pagetable import PageTable
+from m3cp.shapes import EXCHANGES, FORMS, MAX_CONTEXT_LIMIT, MAX_QUERY_LEN, QUERIES, IndexerShape, require, require_int
+from m3cp.shard import Shard
+
+_CACHE_DTYPES = {
+    "auto": torch.bfloat16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
+    "half": torch.float16, "fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e4m3fnuz": torch.float8_e4m3fnuz, "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e4m3fnuz": torch.float8_e4m3fnuz,
+}  # fmt: skip
+_PLATFORM_FP8 = ("fp8", "fp8_e4m3")  # the device's own e4m3: fnuz on gfx942, fn elsewhere
+_QUERY_DTYPES = ("auto", "bf16", "bfloat16", "fp16", "float16", "half")
+_DEVICES = ("cuda", "cpu")  # torch calls AMD's GPUs cuda too
+
+
+@dataclass(frozen=True)
+class CPOptions:
+    """Context-parallel decode indexing, off by default; validated when made, and only when `enabled`.
+
+    Args:
+        enabled: turn it on. Off, the tensor-parallel path runs and nothing below is looked at.
+        world: ranks that share the index heads and, here, the context.
+        shape: the indexer's constants.
+        cache_dtype: as engines write it: "auto" (bf16), "bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", or "fp8" and
+            "fp8_e4m3" for the format of the device's `arch`.
+        query_dtype: "auto" is the one that goes with the cache.
+        device: torch's device type: "cuda" (NVIDIA and AMD) or "cpu".
+        arch: of an AMD GPU, such as "gfx942"; it decides what "fp8" means.
+        page_size: tokens of an index-cache page.
+        max_requests, max_query_len, max_context: bounds of a step; `max_context` in tokens.
+        queries: "gathered" or "replicated". exchange: "collective" or "symmetric". form: "staged", "one_launch", "two_launch".
+        threshold_blocks: None, or where an adaptive path changes over.
+        reuse_every: layers that share one selection; 1: each makes its own. Reuse changes answers.
+        score_type, index_values: of the model; M3's "max" and none.
+        fused_sparse_decode, decode_context_parallel, attention_data_parallel, two_batch_overlap, dense_sparse_decode:
+            what else the engine has been told to do.
+
+    Raises:
+        ValueError: naming the setting, what was given and what is allowed.
+    """
+
+    enabled: bool = False
+    world: int = 1
+    shape: IndexerShape = field(default_factory=IndexerShape)
+    cache_dtype: str = "auto"
+    query_dtype: str = "auto"
+    device: str = "cuda"
+    arch: str | None = None
+    page_size: int = 128
+    max_requests: int = 256
+    max_query_len: int = 4
+    max_context: int = 262_144
+    queries: str = "gathered"
+    exchange: str = "collective"
+    form: str = "staged"
+    threshold_blocks: int | None = None
+    reuse_every: int = 1
+    score_type: str = "max"
+    index_values: bool = False
+    fused_sparse_decode: bool = False
+    decode_context_parallel: int = 1
+    attention_data_parallel: int = 1
+    two_batch_overlap: bool = False
+    dense_sparse_decode: bool = False
+
+    def __post_init__(self) -> None:
+        require("enabled", self.enabled, isinstance(self.enabled, bool), "True or False")
+        if not self.enabled:
+            return
+        require_int("world", self.world, 2, 1024, " with CP enabled: one rank has no context to share")
+        Shard(0, self.world, self.shape.heads)
+        known = (*_CACHE_DTYPES, *_PLATFORM_FP8)
+        require("cache_dtype", self.cache_dtype, self.cache_dtype in known, f"one of {', '.join(known)}: no CP kernel reads another")
+        require("device", self.device, self.device in _DEVICES, f"one of {', '.join(_DEVICES)}: no other device has kernels")
+        require("page_size", self.page_size, self.page_size == self.shape.block_size, f"the kernels' block size, {self.shape.block_size}")
+        require("query_dtype", self.query_dtype, self.query_dtype in _QUERY_DTYPES, f"one of {', '.join(_QUERY_DTYPES)}: no kernel takes fp8 queries")
+        if self.query_dtype != "auto":
+            fits = (_CACHE_DTYPES[self.query_dtype] == torch.float16) == (self.torch_cache_dtype == torch.float16)
+            require("query_dtype", self.query_dtype, fits, f"fp16 with an fp16 cache and bf16 otherwise (cache_dtype={self.cache_dtype!r})")
+        require_int("max_requests", self.max_requests, 1, 65_536)
+        require_int("max_query_len", self.max_query_len, 1, MAX_QUERY_LEN)
+        require_int("max_context", self.max_context, 1, MAX_CONTEXT_LIMIT, " tokens: what lengths and keys can hold")
+        require("queries", self.queries, self.queries in QUERIES, f"one of {', '.join(QUERIES)}")
+        require("exchange", self.exchange, self.exchange in EXCHANGES, f"one of {', '.join(EXCHANGES)}")
+        require("form", self.form, self.form in FORMS, f"one of {', '.join(FORMS)}")
+        if self.form != "staged":
+            require("exchange", self.exchange, self.exchange == "symmetric", f"'symmetric' for form {self.form!r}")
+        require("score_type", self.score_type, self.score_type == "max", "'max', the model's")
+        for name, why in (
+            ("index_values", "the model's sparse layers have no index values"),
+            ("fused_sparse_decode", "that kernel computes the indexer's top-k itself"),
+            ("two_batch_overlap", "an exchange has one launch in flight"),
+            ("dense_sparse_decode", "dense decode selects nothing"),
+        ):
+            require(name, getattr(self, name), getattr(self, name) is False, f"False with CP enabled: {why}")
+        for name, why in (
+            ("decode_context_parallel", "it shards the KV cache over the context already and owns that axis"),
+            ("attention_data_parallel", "its ranks hold different requests"),
+        ):
+            value = getattr(self, name)
+            require(name, value, isinstance(value, int) and not isinstance(value, bool) and value == 1, f"1 with CP enabled: {why}")
+        require_int("reuse_every", self.reuse_every, 1, 64, " layers")
+
+    @property
+    def path(self) -> str:
+        """What these options run: "cp" or "tp"."""
+        return "cp" if self.enabled else "tp"
+
+    @property
+    def torch_cache_dtype(self) -> torch.dtype:
+        """The cache's element type; "fp8" is the device's own e4m3."""
+        if self.cache_dtype in _PLATFORM_FP8:
+            return torch.float8_e4m3fnuz if (self.arch or "").startswith("gfx942") else torch.float8_e4m3fn
+        return _CACHE_DTYPES[self.cache_dtype]
+
+    def build(self, shard: Shard, device: torch.device | str, *, exchange=None) -> TPDecode | CPDecode:
+        """The object that decodes on this rank.
+
+        Args:
+            shard: this rank's; with CP enabled its world is `world`.
+            exchange: a transport to use in the place of the one that `exchange` names.
+        """
+        bounds = dict(
+            max_requests=self.max_requests, max_query_len=self.max_query_len, max_context=self.max_context, device=device,
+            cache_dtype=self.torch_cache_dtype, form=self.form,
+        )  # fmt: skip
+        if not self.enabled:
+            return TPDecode(self.shape, shard, **bounds)
+        require("shard.world", shard.world, shard.world == self.world, f"the options' world={self.world}")
+        require("device", str(device), torch.device(device).type == self.device, f"of the type that the options state, {self.device!r}")
+        exchange = exchange or (SymmetricExchange() if self.exchange == "symmetric" else CollectiveExchange())
+        return CPDecode(self.shape, shard, exchange=exchange, queries=self.queries, threshold_blocks=self.threshold_blocks, **bounds)
+
+
+class Indexer:
+    """The indexing steps of a model's sparse layers, one after another, by one object of persistent buffers.
+
+    With `reuse_every` = n, of each n layers the first selects and the others return its choice: no scoring, no
+    exchange, on every rank alike, since only the layer's number decides. `path` says what the last step was.
+
+    Args:
+        options: as checked; `options.build` makes the decoding object.
+        decode: what `options.build` returned.
+    """
+
+    def __init__(self, options: CPOptions, decode: TPDecode | CPDecode):
+        self.options, self.decode = options, decode
+        self.path = options.path
+        self._chosen: torch.Tensor | None = None
+        self._pages: PageTable | None = None
+
+    def __call__(
+        self, layer: int, q, cache, block_table, seq_lens, *, query_len: int = 1, out: torch.Tensor | None = None, pages: PageTable | None = None
+    ) -> torch.Tensor:
+        """The selection of sparse layer `layer` (0, 1, ...); the other arguments are the decoding object's.
+
+        A reusing layer returns the tensor of the layer that selected, or copies it to `out`; its page table must have
+        been written then too.
+
+        Raises:
+            ValueError: a reusing layer before the one that selects, or with another number of rows.
+        """
+        require_int("layer", layer, 0, 1 << 16)
+        first = layer - layer % (self.options.reuse_every if self.options.enabled else 1)
+        if layer == first:
+            self._chosen = self.decode(q, cache, block_table, seq_lens, query_len=query_len, out=out, pages=pages)
+            self._pages, self.path = pages, self.decode.path
+            return self._chosen
+        tokens = seq_lens.shape[0] * query_len
+        if self._chosen is None or self._chosen.shape[1] != tokens:
+            rows = "none" if self._chosen is None else self._chosen.shape[1]
+            raise ValueError(f"layer={layer} of {tokens} rows reuses layer {first}'s selection, which has {rows}: that layer must run first")
+        if pages is not None and pages is not self._pages:
+            if self._pages is None or self._pages.pages.shape != pages.pages.shape:
+                raise ValueError(f"pages of layer={layer}, which reuses layer {first}: that layer wrote no page table of this shape")
+            pages.pages.copy_(self._pages.pages)
+            pages.attended.copy_(self._pages.attended)
+        self.path = "reused"
+        return self._chosen if out is None else out.copy_(self._chosen)
