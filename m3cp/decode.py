@@ -416,7 +416,10 @@ class CPDecode(CPLocal):
         """As `TPDecode`; `q` is `[tokens, local_heads, D]` when gathered, `[tokens, heads, D]` when replicated."""
         tokens = self._checked(q, cache, block_table, seq_lens, query_len, out, pages)
         ids = self._result(tokens, out)
-        if self._without_cache(cache, ids, pages) or not tokens:
+        if self._without_cache(cache, ids, pages):
+            return ids
+        self.exchange.agree(tokens, self.device, warm=self._warm)
+        if not tokens:
             return ids
         cache = cache.view(self.cache_dtype)
         emit = self._emission(pages, cache, block_table, seq_lens, query_len)

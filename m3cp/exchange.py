@@ -10,12 +10,15 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from m3cp.shard import Shard
 
+AGREE_S = 20.0  # seconds that a rank waits for the others' row counts before it raises; ten minutes before warm-up
+_announced: dict[str, int] = {}  # row counts told so far in each group: ranks run one program, so they count alike
 _HOST_WAIT_S = 30.0  # seconds before a wait between processes on a CPU gives up
 
 class OneInFlight:
@@ -69,6 +72,8 @@ class CollectiveExchange:
         self._gather = gather
         self._alone = False
         self.in_flight = OneInFlight()
+        self._rows: int | None = None  # of this rank's last eager call
+        self._lost = ""  # what went wrong for good
         self.calls = 0  # collectives issued from the host, for tests and for rows
 
     def attach(self, shard: Shard, device: torch.device, payload_words: int = 0, state: torch.Tensor | None = None) -> Callable[[torch.Tensor, torch.Tensor], None]:
@@ -83,6 +88,47 @@ class CollectiveExchange:
             if not self._alone:
                 _check_group(self.group, shard, "CollectiveExchange")
         return self.gather
+
+    def agree(self, rows: int, device: torch.device, *, warm: bool = True) -> None:
+        """Raise, before any collective, when the ranks come to an eager call with different row counts.
+
+        A rank whose count is that of its last call passes at once; one whose count changed tells the others through
+        the process group's store and waits to hear that theirs changed alike. Captures and callables can't be checked:
+        there, equal counts are the caller's duty.
+
+        Raises:
+            ValueError: the counts differ; it names every rank's.
+            RuntimeError: some rank did not change its count, or did not come, within AGREE_S.
+        """
+        if self._lost:
+            raise RuntimeError(f"{self._lost}; the ranks no longer count alike: build the process group and this object anew")
+        if self._gather is not None or self._alone or rows == self._rows:
+            return
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        world, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        if world == 1:
+            return
+        group = self.group or dist.group.WORLD
+        _announced[group.group_name] = number = _announced.get(group.group_name, 0) + 1
+        store = dist.PrefixStore(f"m3cp/rows/{group.group_name}/{number}", dist.distributed_c10d._get_default_store())
+        store.set(str(rank), str(rows))
+        counts: list[int | None] = [None] * world
+        limit = AGREE_S if warm else 600.0
+        for other in range(world):
+            try:
+                store.wait([str(other)], timedelta(seconds=limit))
+            except dist.DistStoreError as error:
+                self._lost = (
+                    f"rank {rank} came with {rows} rows, rank {other} did not say within {limit:.0f} s that its count changed too: "
+                    "every rank must reach the exchange with the same row count"
+                )
+                raise RuntimeError(self._lost) from error
+            counts[other] = int(store.get(str(other)))
+        if len(set(counts)) > 1:
+            self._rows = None
+            raise ValueError(f"rows of the ranks {counts}: every rank must reach the exchange with the same row count")
+        self._rows = rows
 
     def gather(self, out: torch.Tensor, payload: torch.Tensor) -> None:
         """Gather `payload` of every rank into `out`, `[ranks, *payload.shape]`, both contiguous. Bit-exact."""
@@ -146,6 +192,9 @@ class SymmetricExchange:
                 _gather_on_host(flat_out, flat, mapped, counters, shard, payload_words)
 
         return gather
+
+    def agree(self, rows: int, device: torch.device, *, warm: bool = True) -> None:
+        """Nothing: waits here are bounded, and ranks that come with different row counts end in an error of `check()`."""
 
     def allocate(self, shard: Shard, device: torch.device, words: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """A zeroed symmetric buffer; collective over the group.

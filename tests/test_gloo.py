@@ -7,6 +7,7 @@ from cases import CASES
 from problems import assert_ids, build, oracle, poison_fresh_memory
 from ranks import Ranks
 
+from m3cp import exchange as exchange_module
 from m3cp import reference
 from m3cp.decode import CPDecode, TPDecode
 from m3cp.exchange import CollectiveExchange, SymmetricExchange
@@ -210,3 +211,57 @@ def test_calls_do_not_see_each_other(ranks):
         owned = Shard(rank, ranks.world, 4).owned_heads
         for got, want in zip(found, expect, strict=True):
             assert_ids(got, want[owned.start : owned.stop])
+
+
+def row_counts(rank, counts, waits):
+    """What each of some calls says when rank r comes with counts[r] requests (None: does not come)."""
+    exchange_module.AGREE_S = waits
+    shape = IndexerShape(topk=4)
+    shard = Shard(rank, dist.get_world_size(), 4)
+    cp = CPDecode(
+        shape, shard, exchange=CollectiveExchange(), max_requests=4, max_query_len=1, max_context=1024, device="cpu"
+    )
+    cp._warm = True
+    said = []
+    for step in counts:
+        if step[rank] is None:
+            continue
+        problem = build(shape, [128 * 7] * step[rank], max_context=1024)
+        try:
+            said.append(tuple(cp(problem.heads(shard.owned_heads), *problem.tensors[1:]).shape))
+        except (ValueError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said, cp.exchange.calls
+
+
+def test_ranks_with_different_row_counts_all_raise_before_any_collective(ranks):
+    """X05: a rank with nothing to do must not leave its peers in a collective."""
+    rest = [3] * (ranks.world - 1)
+    mixed = [
+        [*rest, 0],
+        [*rest, 1],
+        [2] * ranks.world,
+        [2] * ranks.world,
+        [0] * ranks.world,
+        [*rest, 0],
+        [1] * ranks.world,
+    ]
+    for said, calls in ranks.run(row_counts, mixed, 20.0):
+        assert (
+            said[0]
+            == f"ValueError: rows of the ranks {[*rest, 0]}: every rank must reach the exchange with the same row count"
+        )
+        assert f"rows of the ranks {[*rest, 1]}" in said[1]
+        assert [s[1] for s in said[2:]] == [2, 2, 0, 1]
+        assert calls == 3 * 2, "collectives ran in the calls that agreed and had rows, and in no other"
+
+
+def test_a_rank_that_does_not_come_is_named():
+    own = Ranks(2)  # afterwards the ranks no longer count alike
+    (_, calls), (said, other_calls) = own.run(row_counts, [[None, 2], [None, 3]], 1.0)
+    own.close()
+    assert calls == other_calls == 0
+    assert (
+        "RuntimeError: rank 1 came with 2 rows, rank 0 did not say within 1 s that its count changed too" in said[0]
+    assert "build the process group and this object anew" in said[1]
+    )
