@@ -237,15 +237,7 @@ def row_counts(rank, counts, waits):
 def test_ranks_with_different_row_counts_all_raise_before_any_collective(ranks):
     """X05: a rank with nothing to do must not leave its peers in a collective."""
     rest = [3] * (ranks.world - 1)
-    mixed = [
-        [*rest, 0],
-        [*rest, 1],
-        [2] * ranks.world,
-        [2] * ranks.world,
-        [0] * ranks.world,
-        [*rest, 0],
-        [1] * ranks.world,
-    ]
+    mixed = [[*rest, 0], [*rest, 1], *([n] * ranks.world for n in (2, 2, 0, 1))]
     for said, calls in ranks.run(row_counts, mixed, 20.0):
         assert (
             said[0]
@@ -261,7 +253,5 @@ def test_a_rank_that_does_not_come_is_named():
     (_, calls), (said, other_calls) = own.run(row_counts, [[None, 2], [None, 3]], 1.0)
     own.close()
     assert calls == other_calls == 0
-    assert (
-        "RuntimeError: rank 1 came with 2 rows, rank 0 did not say within 1 s that its count changed too" in said[0]
+    assert "RuntimeError: rank 1 came with 2 rows, rank 0 did not say within 1 s that its count changed too" in said[0]
     assert "build the process group and this object anew" in said[1]
-    )
