@@ -171,6 +171,16 @@ def signed(code):
 
 
 @triton.jit
+def best_codes(code, lanes, KEEP: tl.constexpr):
+    """The KEEP largest codes, descending, where only the first `lanes` hold any: up to 64 fold, a quarter to sort."""
+    if lanes <= 64:
+        best = tl.topk(tl.max(tl.reshape(code, [POLLED // 64, 64]), 0), KEEP)
+    else:
+        best = tl.topk(code, KEEP)
+    return best
+
+
+@triton.jit
 def cut(best, TOPK: tl.constexpr, KEEP: tl.constexpr):
     """From a row's KEEP largest codes, descending: the TOPK-th, and how many lanes may be taken at that very level."""
     threshold = tl.max(tl.where(tl.arange(0, KEEP) >= TOPK - 1, best, -2147483648), 0)
@@ -223,7 +233,8 @@ def fused_kernel(
     programs = tl.num_programs(0)
     exchange = tl.load(counters_ptr + i_program) + 1
     launch = tl.load(counters_ptr + programs + i_program) + 1
-    failed = tl.load(state_ptr + 1) == WAIT_ERROR
+    kind = tl.load(state_ptr + 1)
+    failed = kind == WAIT_ERROR
     o_request = tl.arange(0, REQUESTS)
     lens = tl.load(lens_ptr + o_request, mask=o_request < requests, other=0)  # [REQUESTS]
     most = blocks_of(tl.max(longest_row(lens, query_len, max_context), 0), BLOCK)  # blocks of the longest row
@@ -241,12 +252,6 @@ def fused_kernel(
     p_mine = words_ptr + slot
 
     if PHASE != 2:
-        if i_program == 0:
-            tl.store(state_ptr, launch)
-            too_long = (tl.max(lens, 0) > max_context) & (tl.load(state_ptr + 1) == 0)
-            tl.store(state_ptr + 2, rank.to(tl.int64), mask=too_long)
-            tl.store(state_ptr + 3, launch, mask=too_long)
-            tl.store(state_ptr + 1, LENGTH_ERROR, mask=too_long)
         if PRESENCE:
             if (i_program == 0) & exchanges:
                 for i_rank in range(world):
@@ -332,7 +337,7 @@ def fused_kernel(
                 code, late = await_scores(
                     p_row, begin_block, visible, init, local, failed, tag, launch, spin_limit, state_ptr, world, TOPK
                 )  # fmt: skip
-                threshold, free = cut(tl.topk(code, KEEP), TOPK, KEEP)
+                threshold, free = cut(best_codes(code, visible - begin_block, KEEP), TOPK, KEEP)
                 taken, place, _, _ = place_lanes(code, threshold, free, 0, 0)
                 o_block = begin_block + tl.arange(0, _SEGMENT)
                 if visible <= _SEGMENT:
@@ -352,10 +357,7 @@ def fused_kernel(
                     row_parts = parts_ptr + row * segments * 2 * KEEP
                     parts = (visible + _SEGMENT - 1) // _SEGMENT * KEEP
                     code, o_block, late = await_parts(row_parts, 0, parts, visible, launch, spin_limit, state_ptr, rank, TOPK, KEEP)
-                    if parts <= 64:  # four segments fold onto 64 lanes: a quarter of the codes to sort
-                        best = tl.topk(tl.max(tl.reshape(code, [POLLED // 64, 64]), 0), KEEP)
-                    else:
-                        best = tl.topk(code, KEEP)
+                    best = best_codes(code, parts, KEEP)
                     for begin in range(POLLED, parts, POLLED):
                         more, _, late_here = await_parts(row_parts, begin, parts, visible, launch, spin_limit, state_ptr, rank, TOPK, KEEP)
                         best = keep_best(best, tl.topk(more, KEEP), KEEP)
@@ -401,6 +403,12 @@ def fused_kernel(
                 _, missing, left = await_words(words_ptr + presence + o, o < world, tag, spin_limit)
                 if left > 0:
                     report_wait(state_ptr, launch, tl.max(tl.where(missing, o, 0), 0))
+        if i_program == 0:
+            tl.store(state_ptr, launch)
+            if (tl.max(lens, 0) > max_context) & (kind == 0):
+                tl.store(state_ptr + 2, rank.to(tl.int64))
+                tl.store(state_ptr + 3, launch)
+                tl.store(state_ptr + 1, LENGTH_ERROR)
         if EXCHANGE:
             tl.store(counters_ptr + i_program, exchange, mask=exchanges)
         tl.store(counters_ptr + programs + i_program, launch)
