@@ -285,7 +285,7 @@ def fused_kernel(
                     upto = item
             elif GROUPS == 1:
                 b_q = load_columns(q_ptr, i_request, 0, query_len, 0, stride_token, stride_head, HEADS, HEADS, 1, DIM)
-            p_row = row_pointers(
+            p_first = row_pointers(
                 words_ptr, peers_ptr, slot, i_request, 0, query_len, max_tokens, width, 0, HEADS, LOCAL_HEADS, REPLICAS, EXCHANGE
             )  # fmt: skip
             page = tl.load(p_table + (first_here + item - start) * world + rank, mask=item < upto, other=0)
@@ -309,12 +309,14 @@ def fused_kernel(
                     sent = (visible > TOPK) & (block < visible - local)
                     word = tagged(order_code_jit(score_columns(b_k, b_q, n_column, block, valid, BLOCK, UPCAST)), tag)  # [16]
                     for i_replica in tl.static_range(REPLICAS):
-                        if (GROUPS > 1) | (i_replica > 0):
+                        if (GROUPS == 1) & (i_replica == 0):
+                            put(p_first + block, word, sent)
+                        else:
                             p_row = row_pointers(
                                 words_ptr, peers_ptr, slot, i_request, group, query_len, max_tokens, width, i_replica,
                                 HEADS, LOCAL_HEADS, REPLICAS, EXCHANGE,
                             )  # fmt: skip
-                        put(p_row + block, word, sent)
+                            put(p_row + block, word, sent)
                 page = next_page
             item = upto
             start = end
