@@ -203,7 +203,9 @@ def default_grid(device: str, worlds: Sequence[int], quick: bool = False) -> lis
 
 
 def read_grid(source: Mapping[str, Any] | Sequence[Any] | str | Path, device: str) -> list[Point]:
-    """Points of a grid: a mapping of axes, Points or their dicts, or a YAML or JSON file of either.
+    """Points of a grid: a mapping of axes, a list of such mappings, of Points or of their dicts, or a file of either.
+
+    Files are YAML or JSON; `data/grids/` holds the grids of recorded runs.
 
     Raises:
         ValueError: a file that is neither, or what `expand` refuses.
@@ -223,8 +225,13 @@ def read_grid(source: Mapping[str, Any] | Sequence[Any] | str | Path, device: st
     if isinstance(source, Mapping):
         return expand(source, device=device)
     if not isinstance(source, Sequence):
-        raise ValueError(f"grid={source!r}: must be a mapping of axes or a list of Points")
-    return list(dict.fromkeys(p if isinstance(p, Point) else Point.from_dict(p) for p in source))
+        raise ValueError(f"grid={source!r}: must be a mapping of axes, or a list of mappings or Points")
+    points: dict[Point, None] = {}
+    for item in source:
+        is_point = isinstance(item, Point) or "context_tokens" in item
+        made = [item if isinstance(item, Point) else Point.from_dict(item)] if is_point else expand(item, device=device)
+        points.update(dict.fromkeys(made))
+    return list(points)
 
 
 def make_plan(
