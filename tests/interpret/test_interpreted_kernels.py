@@ -50,7 +50,7 @@ def test_every_world(path, world):
 
 
 FUSED = ("m3", "one head", "eight heads fill the tile twice", "short lengths of draft tokens", "init and local both overflow", "topk 7", "ties",
-    "NaN and infinities among the keys", "more bad pages than good", "longer than the bound", "forced covers all", "topk 64")  # fmt: skip
+    "NaN and infinities among the keys", "more bad pages than good", "longer than the bound", "forced covers all", "topk 64", "fp16", "a late winner", "infinities against forced blocks")  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in FUSED], ids=str)
@@ -156,6 +156,15 @@ def test_an_object_keeps_nothing_of_its_last_call(form):
 @pytest.mark.parametrize("form", ["staged", "one_launch"])
 def test_lengths_beyond_the_bound_reach_the_error_word(form):
     check_length_error(form=form)
+
+
+def test_profiling_runs_of_the_one_launch_form():
+    problem = build(IndexerShape(topk=4), [128 * 6, 40])
+    tp = TPDecode(problem.shape, Shard(0, 1, 4), form="one_launch", **problem.bounds())
+    ids = tp(problem.q, None, *problem.tensors[2:])
+    assert tp.path == "profiling" and bool((ids == -1).all())
+    assert_ids(tp(*problem.tensors), oracle(problem))
+    assert tp.path == "tp"
 
 
 @triton.jit
