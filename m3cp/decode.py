@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from m3cp import compiled, reference
-from m3cp.exchange import SymmetricExchange, spin_limit
+from m3cp.exchange import WAIT_ERROR, SymmetricExchange, spin_limit
 from m3cp.kernels import candidates as candidates_op
 from m3cp.kernels import fused as fused_op
 from m3cp.kernels import merge as merge_op
@@ -20,7 +20,7 @@ from m3cp.pagetable import Emission, PageTable
 from m3cp.shapes import FORMS, MAX_CONTEXT_LIMIT, MAX_QUERY_LEN, QUERIES, IndexerShape, require, require_int
 from m3cp.shard import Shard
 
-LENGTH_ERROR, WAIT_ERROR = 1, 2
+LENGTH_ERROR = 1
 ERROR_KINDS = {
     LENGTH_ERROR: "a sequence length exceeds max_context, found by rank {rank}",
     WAIT_ERROR: "a wait for rank {rank} expired: that rank is gone, late or calls with other lengths; build the object anew",
@@ -58,6 +58,7 @@ class _Decode:
         self._scored_heads = scored_heads
         self._triton = device.type == "cuda" or tile.INTERPRETED
         self._warm = False
+        self._refused = ""  # why calls are refused for good
         self._warm_page_sizes: set[int] = set()
         self._buffers: list[torch.Tensor] = []
         if form == "staged":
@@ -113,14 +114,20 @@ class _Decode:
         """Raise what the device found since construction; synchronises.
 
         Raises:
-            RuntimeError: naming the kind of error, the rank and the launch. The rows concerned hold -1.
+            RuntimeError: naming the kind of error, the rank and the launch. The rows concerned hold -1. After an
+                expired wait the ranks no longer count alike: later launches, replays too, write -1 and send nothing,
+                and once it was raised here, calls are refused.
         """
         launch, kind, rank, at = self._state.tolist()
         if kind:
-            raise RuntimeError(f"{ERROR_KINDS[kind].format(rank=rank)} (launch {at} of {launch}); the rows concerned are -1")
+            message = f"{ERROR_KINDS[kind].format(rank=rank)} (launch {at} of {launch}); the rows concerned are -1"
+            self._refused = message if kind == WAIT_ERROR else ""
+            raise RuntimeError(message)
 
     def _checked(self, q, cache, block_table, seq_lens, query_len, out, pages) -> int:
         """Raise on what the host can see; returns the number of tokens."""
+        if self._refused:
+            raise RuntimeError(f"{self._refused}: this object refuses calls")
         shape = self.shape
         profiling = cache is None or (isinstance(cache, torch.Tensor) and cache.numel() == 0)
         given = (("q", q, 3), ("block_table", block_table, 2), ("seq_lens", seq_lens, 1), *(() if profiling else (("cache", cache, 3),)))
@@ -218,7 +225,7 @@ class _Decode:
 
     def _merge(self, gathered: torch.Tensor, out: torch.Tensor, emit: Emission | None = None) -> None:
         if self._triton:
-            merge_op.merge(gathered, shape=self.shape, owned=self.shard.owned_heads, out=out, emit=emit)
+            merge_op.merge(gathered, shape=self.shape, owned=self.shard.owned_heads, out=out, emit=emit, state=self._state)
             return
         reference.merge(gathered, shape=self.shape, owned=self.shard.owned_heads, out=out)
         if emit is not None:
@@ -462,6 +469,7 @@ class _Fused:
     def __init__(self, owner: _Decode, *, exchange: SymmetricExchange | None, gather: bool):
         shape, shard, device = owner.shape, owner.shard, owner.device
         self.owner, self.exchange, self.gather = owner, exchange is not None, gather
+        self.spin_limit = (exchange and exchange.spin_limit) or spin_limit(device)
         # TP is a world of one that owns the heads it was given.
         self.shard = shard if self.exchange else Shard(0, 1, shard.local_heads)
         bounds = dict(max_tokens=owner.max_tokens, max_context=owner.max_context)
@@ -493,7 +501,7 @@ class _Fused:
     def launch(self, phase: int, q, cache, block_table, seq_lens, query_len: int, out: torch.Tensor) -> None:
         built = fused_op.fused(
             q, cache, block_table, seq_lens, shape=self.owner.shape, shard=self.shard, query_len=query_len, max_context=self.owner.max_context,
-            memory=self.memory, out=out, phase=phase, spin_limit=spin_limit(self.owner.device), exchange=self.exchange, gather=self.gather,
+            memory=self.memory, out=out, phase=phase, spin_limit=self.spin_limit, exchange=self.exchange, gather=self.gather,
         )  # fmt: skip
         if not self.owner._warm and built is not None and self.owner.device.type == "cuda":
             fit = compiled.resident_programs(built, fused_op.WARPS, self.owner.device) * _compute_units(self.owner.device)

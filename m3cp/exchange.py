@@ -15,10 +15,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from m3cp.shapes import require_int
 from m3cp.shard import Shard
 
 AGREE_S = 20.0  # seconds that a rank waits for the others' row counts before it raises; ten minutes before warm-up
 _announced: dict[str, int] = {}  # row counts told so far in each group: ranks run one program, so they count alike
+WAIT_ERROR = 2  # kind of the error word: a wait expired
 _HOST_WAIT_S = 30.0  # seconds before a wait between processes on a CPU gives up
 
 class OneInFlight:
@@ -152,12 +154,18 @@ class SymmetricExchange:
 
     Args:
         group: a torch.distributed group, used to set up only; None is the default group.
+        spin_limit: polls after which a wait inside a kernel gives up; None: `spin_limit(device)`.
+
+    Raises:
+        ValueError: `spin_limit` is not an integer from 1 to 2**31 - 1.
     """
 
     name = "symmetric"
 
-    def __init__(self, group=None):
-        self.group = group
+    def __init__(self, group=None, *, spin_limit: int | None = None):
+        if spin_limit is not None:
+            require_int("spin_limit", spin_limit, 1, 2**31 - 1, " polls")
+        self.group, self.spin_limit = group, spin_limit
         self.in_flight = OneInFlight()
         self.calls = 0
         self.memory_type = "none yet"
@@ -186,10 +194,10 @@ class SymmetricExchange:
             if device.type == "cuda" or tile.INTERPRETED:
                 op.gather(
                     flat_out, flat, words=words, peers=peers, counters=counters, state=state, rank=shard.rank, world=shard.world,
-                    capacity=payload_words, spin_limit=spin_limit(device), programs=programs,
+                    capacity=payload_words, spin_limit=self.spin_limit or spin_limit(device), programs=programs,
                 )  # fmt: skip
             else:
-                _gather_on_host(flat_out, flat, mapped, counters, shard, payload_words)
+                _gather_on_host(flat_out, flat, mapped, counters, state, shard, payload_words)
 
         return gather
 
@@ -254,8 +262,16 @@ def _host_shared(words: int, shard: Shard, group) -> list[torch.Tensor]:
     return mapped
 
 
-def _gather_on_host(out: torch.Tensor, payload: torch.Tensor, mapped: list[torch.Tensor], counters: torch.Tensor, shard: Shard, capacity: int) -> None:
-    """The gather kernel's protocol in torch, for ranks on a CPU: push tagged words to all, then await all."""
+def _gather_on_host(
+    out: torch.Tensor, payload: torch.Tensor, mapped: list[torch.Tensor], counters: torch.Tensor, state: torch.Tensor, shard: Shard, capacity: int
+) -> None:  # fmt: skip
+    """The gather kernel's protocol in torch, for ranks on a CPU: push tagged words to all, then await all.
+
+    Raises:
+        RuntimeError: a wait expired, in this call or an earlier one; the error word in `state` says so too.
+    """
+    if int(state[1]) == WAIT_ERROR:
+        raise RuntimeError(f"rank {shard.rank} waited in vain for rank {int(state[2])} before: build the object anew")
     counters[0] += 1
     tag = int(counters[0]) & 0x7FFFFFFF
     slot = (int(counters[0]) & 1) * shard.world * capacity
@@ -268,6 +284,7 @@ def _gather_on_host(out: torch.Tensor, payload: torch.Tensor, mapped: list[torch
         deadline = time.monotonic() + _HOST_WAIT_S
         while not bool((incoming >> 32 == tag).all()):
             if time.monotonic() > deadline:
+                state[1:] = torch.tensor([WAIT_ERROR, rank, int(counters[0])])
                 raise RuntimeError(f"rank {shard.rank} waited {_HOST_WAIT_S} s for rank {rank} in a symmetric gather: that rank is gone or late")
             time.sleep(0)
         out[rank * n : (rank + 1) * n] = incoming.to(torch.int32)

@@ -80,7 +80,7 @@ def candidates(target, topk, choose, per_block=0):
 
 def merge(target, topk, world, per_block=0):
     constants = dict(WORLD=world, RANKS=world, TOPK=topk, KEEP=candidates_op.kept(topk), BLOCK=128, PER_BLOCK=per_block)
-    pointers = {"keys_ptr": "i64", "out_ptr": "i32", "lens_ptr": "i32"} | PAGES
+    pointers = {"keys_ptr": "i64", "out_ptr": "i32", "state_ptr": "i64", "lens_ptr": "i32"} | PAGES
     return compiled.build(merge_op.merge_kernel, pointers, constants, target, num_warps=merge_op.WARPS)
 
 

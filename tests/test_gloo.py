@@ -255,3 +255,35 @@ def test_a_rank_that_does_not_come_is_named():
     assert calls == other_calls == 0
     assert "RuntimeError: rank 1 came with 2 rows, rank 0 did not say within 1 s that its count changed too" in said[0]
     assert "build the process group and this object anew" in said[1]
+
+
+def host_wait_expires(rank, queries):
+    """Rank 1 stays away from the second call; what the others' calls and `check` say."""
+    exchange_module._HOST_WAIT_S = 0.5
+    problem = build(IndexerShape(topk=4), [128 * 9], seed=4)
+    shard = Shard(rank, dist.get_world_size(), 4)
+    cp = CPDecode(problem.shape, shard, exchange=SymmetricExchange(), queries=queries, **problem.bounds())
+    q = problem.q if queries == "replicated" else problem.heads(shard.owned_heads)
+    cp(q, *problem.tensors[1:])
+    dist.barrier()
+    said = []
+    for attempt in (lambda: cp(q, *problem.tensors[1:]), lambda: cp(q, *problem.tensors[1:]), cp.check, cp.warmup):
+        try:
+            attempt() if rank != 1 else None
+            said.append("nothing")
+        except RuntimeError as error:
+            said.append(str(error))
+    dist.barrier()
+    exchange_module._HOST_WAIT_S = 30.0
+    return said
+
+
+@pytest.mark.parametrize("queries", ["gathered", "replicated"])
+def test_a_wait_between_processes_that_expires_names_the_rank_and_ends_the_object(ranks, queries):
+    for rank, said in enumerate(ranks.run(host_wait_expires, queries)):
+        if rank == 1:
+            continue
+        assert f"rank {rank} waited 0.5 s for rank 1 in a symmetric gather" in said[0]
+        assert f"rank {rank} waited in vain for rank 1 before: build the object anew" in said[1]
+        assert "a wait for rank 1 expired" in said[2]
+        assert said[3].endswith("this object refuses calls")

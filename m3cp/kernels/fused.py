@@ -67,7 +67,7 @@ _FAILED = tl.constexpr(-1)  # stands for the block ids of a segment whose wait e
 def report_wait(state_ptr, launch, rank):
     """Write the error word (kind, rank waited for, launch), unless a wait's stands there."""
     first = tl.load(state_ptr + 1) != WAIT_ERROR
-    tl.store(state_ptr + 2, rank.to(tl.int64), mask=first)
+    tl.store(state_ptr + 2, tl.cast(rank, tl.int64), mask=first)
     tl.store(state_ptr + 3, launch, mask=first)
     tl.store(state_ptr + 1, WAIT_ERROR, mask=first)
 
@@ -174,7 +174,7 @@ def signed(code):
 def best_codes(code, lanes, KEEP: tl.constexpr):
     """The KEEP largest codes, descending, where only the first `lanes` hold any: up to 64 fold, a quarter to sort."""
     if lanes <= 64:
-        best = tl.topk(tl.max(tl.reshape(code, [POLLED // 64, 64]), 0), KEEP)
+        best = tl.topk(tl.max(tl.reshape(code, [code.shape[0] // 64, 64]), 0), KEEP)
     else:
         best = tl.topk(code, KEEP)
     return best

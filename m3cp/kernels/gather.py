@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from m3cp.kernels.fused import peer, report_wait
+from m3cp.kernels.fused import WAIT_ERROR, peer, report_wait
 from m3cp.kernels.words import await_words, put, tagged
 
 CHUNK, WARPS, PROGRAMS = 512, 4, 64
@@ -29,6 +29,7 @@ def gather_kernel(
     launch = tl.load(counters_ptr + i_program) + 1
     tag = launch.to(tl.int32)
     slot = (launch & 1) * world * capacity
+    n = tl.where(tl.load(state_ptr + 1) == WAIT_ERROR, 0, n)  # after an expired wait nothing is sent and none awaited
     for start in range(i_program * CHUNK, n, programs * CHUNK):
         o = start + tl.arange(0, CHUNK)
         word = tagged(tl.load(payload_ptr + o, mask=o < n, other=0), tag)
@@ -38,7 +39,7 @@ def gather_kernel(
         o = start + tl.arange(0, CHUNK)
         for i_rank in range(world):
             payload, _, left = await_words(words_ptr + slot + i_rank * capacity + o, o < n, tag, spin_limit)
-            tl.store(out_ptr + i_rank.to(tl.int64) * n + o, payload, mask=o < n)
+            tl.store(out_ptr + tl.cast(i_rank, tl.int64) * n + o, payload, mask=o < n)
             if left > 0:
                 report_wait(state_ptr, launch, i_rank)
     tl.store(counters_ptr + i_program, launch)
