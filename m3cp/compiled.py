@@ -15,13 +15,18 @@ SHARED_BYTES = {"gfx950": 160 * 1024, "gfx942": 64 * 1024, "sm_90": 227 * 1024} 
 
 @dataclass(frozen=True)
 class Build:
-    """What a compiler made of one kernel and launch setting: registers a thread, spilled registers, shared bytes, text."""
+    """What a compiler made of one kernel and launch setting: registers a thread, spills, shared bytes, text.
+
+    `spills` go to memory: vector registers and private bytes on AMD, local bytes on NVIDIA. AMD's scalar registers
+    spill into lanes of vector registers instead, without memory traffic: `scalar_spills`.
+    """
 
     target: str
     registers: int
     spills: int
     shared_bytes: int
     assembly: str
+    scalar_spills: int = 0
 
 
 def build(kernel, pointers: dict[str, str], constants: dict[str, Any], target: str, **options: Any) -> Build:
@@ -50,9 +55,10 @@ def build(kernel, pointers: dict[str, str], constants: dict[str, Any], target: s
         registers, spills = _cubin_resources(made.asm["cubin"])
         return Build(target, registers, spills, made.metadata.shared, made.asm["ptx"])
     text = made.asm["amdgcn"]
-    spills = sum(int(n) for n in re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", text))
-    registers = int(re.search(r"\.vgpr_count:\s*(\d+)", text)[1])
-    return Build(target, registers, spills, made.metadata.shared, text)
+    registers, vector, private, scalar = (
+        int(re.search(rf"\.{name}:\s*(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size", "sgpr_spill_count")
+    )
+    return Build(target, registers, vector + private, made.metadata.shared, text, scalar)
 
 
 def resident_programs(kernel, num_warps: int, device) -> int:

@@ -1,0 +1,83 @@
+"""The one-launch form and the symmetric gather, compiled for three GPUs: resources, and the spelling of their polls."""
+
+import re
+
+import pytest
+import torch
+from test_compiled import MATRIX, TARGETS, assert_sound
+
+from m3cp import compiled
+from m3cp.kernels import fused as fused_op
+from m3cp.kernels import gather as gather_op
+from m3cp.kernels import tile
+from m3cp.kernels.candidates import kept
+from m3cp.kernels.score import constants
+from m3cp.shapes import IndexerShape
+
+pytestmark = pytest.mark.skipif(tile.INTERPRETED, reason="compiles kernels: run without TRITON_INTERPRET")
+WORDS = {name: "i64" for name in ("words_ptr", "peers_ptr", "parts_ptr", "counters_ptr", "state_ptr")}
+POINTERS = {"q_ptr": "bf16", "cache_ptr": "bf16", "table_ptr": "i32", "lens_ptr": "i32", "out_ptr": "i32"} | WORDS
+REGISTERS = {
+    "sm_90": 65_536 // 128,
+    "gfx942": 512,
+    "gfx950": 512,
+}  # of a unit, a thread of four warps (a lane of a SIMD)
+
+
+def fused(target, *, exchange=True, gather=False, phase=fused_op.ONE_LAUNCH, presence=False):
+    """The kernel of TP (no exchange) or of one rank of two, for M3's shape and 16 requests."""
+    shape = IndexerShape()
+    cache = torch.empty(2, 128, 128, dtype=torch.bfloat16)
+    fixed = constants(shape, 4, 2 if exchange else 4, 2 if exchange else 1, 1, 16, cache)
+    options = dict(
+        KEEP=kept(16),
+        STAGES=fused_op.STAGES,
+        UPCAST=False,
+        PHASE=phase,
+        EXCHANGE=exchange,
+        GATHER=gather,
+        PRESENCE=presence,
+    )
+    return compiled.build(fused_op.fused_kernel, POINTERS, fixed | options, target, num_warps=fused_op.WARPS)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_one_launch(target):
+    build = fused(target, gather=True)
+    assert_sound(build)
+    assert re.search(MATRIX[target], build.assembly), "no matrix instruction"
+    # Programs that wait need those they wait for: a unit must hold one at least, and three where they are promised.
+    resident = min(compiled.SHARED_BYTES[target] // build.shared_bytes, REGISTERS[target] // build.registers)
+    assert resident >= (fused_op.PROGRAMS_PER_UNIT if target == "sm_90" else 2 if target == "gfx950" else 1)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("phase", [fused_op.PUSH, fused_op.CHOOSE])
+def test_two_launches(target, phase):
+    assert_sound(fused(target, phase=phase, gather=True, presence=True))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_polls_and_pushes_are_coherent(target):
+    """Polls must not stop at a stale line, nor pushes in a die's L2: both vendors' spellings are in the code."""
+    pointers = {
+        "payload_ptr": "i32",
+        "out_ptr": "i32",
+        "words_ptr": "i64",
+        "peers_ptr": "i64",
+        "counters_ptr": "i64",
+        "state_ptr": "i64",
+    }
+    gather = compiled.build(
+        gather_op.gather_kernel, pointers, dict(CHUNK=gather_op.CHUNK), target, num_warps=gather_op.WARPS
+    )
+    assert_sound(gather)
+    for build in (gather, fused(target, phase=fused_op.PUSH, gather=True, presence=True)):
+        if target == "sm_90":
+            assert re.search(r"ld\.volatile\.global\S*64", build.assembly) and re.search(
+                r"st\.global\.wt\S*64", build.assembly
+            )
+        else:
+            assert re.search(r"_load_dwordx[24]\b.* sc0 sc1", build.assembly) and re.search(
+                r"_store_dwordx[24]\b.* sc0 sc1", build.assembly
+            )
