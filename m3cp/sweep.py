@@ -225,7 +225,7 @@ def read_grid(source: Mapping[str, Any] | Sequence[Any] | str | Path, device: st
     if isinstance(source, Mapping):
         return expand(source, device=device)
     if not isinstance(source, Sequence):
-        raise ValueError(f"grid={source!r}: must be a mapping of axes, or a list of mappings or Points")
+        raise ValueError(f"grid={source!r}: must be a mapping of axes, or a list of such mappings or of Points")
     points: dict[Point, None] = {}
     for item in source:
         is_point = isinstance(item, Point) or "context_tokens" in item

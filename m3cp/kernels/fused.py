@@ -274,12 +274,14 @@ def fused_kernel(
             p_table = table_ptr + i_request.to(tl.int64) * stride_table
             if GATHER:
                 late = -1
+                # A request that needs no keys lies between others in a share: nobody sends its queries.
+                patience = tl.where(item < upto, spin_limit, 0)
                 for group in tl.static_range(GROUPS):  # with several groups, the loop below reads the words again
                     b_q, late_here = await_columns(
-                        words_ptr + slot_queries, i_request, group, query_len, tag, spin_limit, q_ptr.dtype.element_ty, HEADS, DIM
+                        words_ptr + slot_queries, i_request, group, query_len, tag, patience, q_ptr.dtype.element_ty, HEADS, DIM
                     )  # fmt: skip
                     late = tl.maximum(late, late_here)
-                if late >= 0:
+                if (late >= 0) & (item < upto):
                     report_wait(state_ptr, launch, late // LOCAL_HEADS * REPLICAS)
                     stop = item
                     upto = item

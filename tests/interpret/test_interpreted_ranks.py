@@ -21,6 +21,7 @@ BOUND = 64 * 12
 # Lengths of consecutive calls: some exchange, some don't, requests come and go.
 LENGTHS = [
     (64 * 9 + 5, 64 * 2),
+    (64 * 8, 7, 64 * 6),  # a request that needs no keys between two that do: its queries are not sent
     (64 * 2, 7),
     (64 * 12,),
     (0,),
