@@ -23,7 +23,7 @@ WARM_CALLS, WARM_REPLAYS, WARM_ROUNDS = 8, 100, 7  # the protocol of the publish
 COLD_ROUNDS = 11
 COLD_ROUND_US = 15_000  # what a round of replays should last
 EAGER_ARM_US = 600_000  # what an arm's rounds should last where every call is timed by itself
-HOLD_READS = 6  # evicting reads that keep the device busy while the host enqueues a round
+HOLD_CYCLES = 1_000_000  # of a wait, about half a millisecond, while the host enqueues a round
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ DATASHEET_GBS = {
     "MI355X": 8000,
 }
 POOL_BYTES = {"cuda": 32 * GIB, "cpu": GIB // 2}  # so that address translation is cold too, where memory allows
+READS_A_SAMPLE = {"cuda": 8, "cpu": 1}  # of the probe: a millisecond on a GPU, so that launching it does not show
 PROBE_BYTES = {"cuda": GIB // 2, "cpu": 1 << 25}
 CHECKED_BLOCKS = {"cuda": 600_000, "cpu": 4_000}  # the reference checks caches until it has scored so many blocks
 EAGER_BLOCKS = 4_000  # of a rotation, where each call is timed by itself and nothing else asks for more calls
@@ -198,9 +199,11 @@ class Place:
         return self._evict_buffer.numel() * self._evict_buffer.element_size() if self._evict_buffer is not None else 0
 
     def hold(self) -> None:
-        """Keep the device busy for some hundred microseconds, so that what follows is queued before it runs."""
-        for _ in range(timing.HOLD_READS):
-            self.evict()
+        """Keep the device busy for some hundred microseconds, so that what follows is queued before it runs.
+
+        One kernel that only waits: reads launched one by one end before the next one is there.
+        """
+        torch.cuda._sleep(timing.HOLD_CYCLES)
 
     def samples_us(self, call: Callable[[], Any], repeats: int) -> list[float]:
         """Microseconds of single calls on this rank alone."""
@@ -287,19 +290,23 @@ def bandwidth(place: Place, pool: torch.Tensor) -> dict[str, float]:
     }
     found = {}
     for name, order in orders.items():
-        times = [place.quick_us(read, 5) for read in _reads(place, pool, order)]
+        times = [place.quick_us(read, 5) / READS_A_SAMPLE[place.device.type] for read in _reads(place, pool, order)]
         slow = [max(t) for t in zip(*place.peers.exchange(times), strict=True)]
         found[name] = pages * page_bytes / (min(slow) * 1e3)
     return found
 
 
 def _reads(place: Place, pool: torch.Tensor, order: torch.Tensor) -> list[Callable[[], Any]]:
-    """One read of the pages for each reader, each run once already."""
+    """The pages read `READS_A_SAMPLE` times by each reader, each run once already; on a GPU as one graph."""
     calls = []
     for reader in page_read_op.readers(place.device):
         out = torch.empty(page_read_op.partials(place.device, reader), dtype=torch.int32, device=place.device)
         calls.append(lambda reader=reader, out=out: page_read_op.page_read(pool, order, out, reader=reader))
         calls[-1]()
+        if place.on_gpu:
+            graph = timing.capture([calls[-1]] * READS_A_SAMPLE["cuda"])
+            calls[-1] = graph.replay
+            graph.replay()
     return calls
 
 
@@ -320,7 +327,7 @@ class Probe:
 
     def us(self) -> float:
         """Microseconds of the probe now, on this rank."""
-        return self._place.quick_us(self._call, 9)
+        return self._place.quick_us(self._call, 9) / READS_A_SAMPLE[self._place.device.type]
 
 
 @dataclass
