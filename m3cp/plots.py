@@ -34,6 +34,9 @@ ARM_COLOURS = {
 ARM_MARKER = {"tp": "o", "cp": "s", "cp_local": "D", "vllm_tp": "^", "vllm_cp": "v", "sglang_tp": "o", "sglang_cp": "s"}
 
 
+INCHES_A_LETTER = 0.066  # of a map's 7.5 point words
+
+
 def styled(function):
     """Run a drawing function under the one style file, whatever the caller's settings are."""
     import functools
@@ -326,8 +329,19 @@ def cell_words(pair: Any) -> str:
     return f"CP {ratio:.2f}×" if ratio > 1 else f"TP {1 / ratio:.2f}×"
 
 
-def draw_map(axis, panel: Panel, limit: float) -> None:
-    """Draw one map of TP against CP into an axis: cells by ratio with words and hatches, the break-even line on top."""
+def _fitting(words: str, inches: float) -> str:
+    """A cell's words in the form that its width holds: one line, two, the number alone, or none."""
+    for form in (words, words.replace(" ", "\n"), words.split(" ")[-1].strip("×*")):
+        if max(map(len, form.split("\n"))) * INCHES_A_LETTER <= inches:
+            return form
+    return ""
+
+
+def draw_map(axis, panel: Panel, limit: float, width: float) -> None:
+    """Draw one map of TP against CP into an axis: cells by ratio with words and hatches, the break-even line on top.
+
+    `width`: inches that the axis will be wide, which decides how much a cell says.
+    """
     frames.require_same(
         panel.pairs,
         ("world", "dtype", "query_len", "shape", "mix", "node", "code_hash", "launch", *crossover.VARIANT),
@@ -360,9 +374,10 @@ def draw_map(axis, panel: Panel, limit: float) -> None:
             )
         red, green, blue, _ = colour
         dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
+        share = math.log2(x[i + 1] / x[i]) / math.log2(x[-1] / x[0])
         text = axis.annotate(
-            cell_words(pair) + ("*" if pair["unsteady"] else ""), (math.sqrt(x[i] * x[i + 1]), y[j] ** 0.24 * y[j + 1] ** 0.76), ha="center", va="center",
-            fontsize=7.5, color="white" if dark else "black", zorder=6,
+            _fitting(cell_words(pair) + ("*" if pair["unsteady"] else ""), share * width), (math.sqrt(x[i] * x[i + 1]), y[j] ** 0.24 * y[j + 1] ** 0.76),
+            ha="center", va="center", fontsize=7.5, color="white" if dark else "black", zorder=6, linespacing=0.95,
         )  # fmt: skip
         text.set_bbox({"facecolor": colour, "edgecolor": "none", "pad": 0.6, "alpha": 0.85})
     context_axis(axis, contexts)
@@ -431,7 +446,7 @@ def maps(panels: Sequence[Panel], title: str = "") -> Figure:
     axes = fig.subplots(1, len(panels), squeeze=False, width_ratios=widths)[0]
     limit = max(0.25, *(float(np.abs(np.log2(p.pairs["ratio"].to_numpy(dtype=float))).max()) for p in panels))
     for axis, panel in zip(axes, panels, strict=True):
-        draw_map(axis, panel, limit)
+        draw_map(axis, panel, limit, widths[list(axes).index(axis)] * 0.93)
         cold = sorted(set(panel.pairs["cache_state"]))
         words = [
             panel.kind,
