@@ -44,6 +44,30 @@ def _numbers(text: str | None) -> list[int] | None:
 
 
 @app.command()
+def check(
+    stress: Annotated[bool, typer.Option("--stress", help="Launches between ranks, every one compared.")] = False,
+    minutes: Annotated[float, typer.Option(help="About how long the stress lasts.")] = 5.0,
+    ranks: Annotated[int | None, typer.Option(help="Processes, one a GPU; default: all that fit.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A JSON file for the stress's table.")] = None,
+    device: Device = None,
+    thrash: Annotated[bool, typer.Option(help="A kernel that thrashes L2 on a second stream.")] = True,
+    seed: Annotated[int, typer.Option(help="Of inputs, delays and order.")] = 0,
+) -> None:
+    """Compare every path's ids with the reference's, once; with --stress, as many launches as the time allows.
+
+    Exit status 1 when an id was wrong, a wait expired or a rank failed.
+    """
+    from m3cp import stress as stressing
+
+    given = dict(stressed=stress, minutes=minutes, ranks=ranks, out=out, thrash=thrash, seed=seed)
+    try:
+        raise typer.Exit(stressing.main(device, **given))
+    except ValueError as error:
+        typer.echo(f"m3cp check: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
 def sweep(
     grid: Annotated[
         Path | None, typer.Argument(help="A YAML or JSON file of axes or Points; default: a grid for this machine.")
