@@ -7,6 +7,8 @@ construction, lengths and strides are run-time values.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from m3cp import compiled, reference
@@ -92,11 +94,12 @@ class _Decode:
         width = shape.blocks(self.max_context)
         cache = torch.zeros(1, shape.block_size, shape.head_dim, dtype=self.cache_dtype, device=self.device)
         buckets = sorted({min(n, self.max_requests) for n in (1, 32, 256, 2048, 16_384, 65_536)})
-        for requests in buckets:
-            table = torch.zeros(requests, width, dtype=torch.int32, device=self.device)
-            length = min(self.max_context, (shape.topk + 1) * shape.block_size)
-            lens = torch.full((requests,), length, dtype=torch.int32, device=self.device)
-            for query_len in range(1, self.max_query_len + 1):
+        # Short requests first: they compile everything and wait for nobody, so that ranks which compile slowly do not
+        # keep the others waiting in their first exchange.
+        for length in (1, min(self.max_context, (shape.topk + 1) * shape.block_size)):
+            for requests, query_len in itertools.product(buckets, range(1, self.max_query_len + 1)):
+                table = torch.zeros(requests, width, dtype=torch.int32, device=self.device)
+                lens = torch.full((requests,), length, dtype=torch.int32, device=self.device)
                 q = torch.zeros(requests * query_len, self._given_heads, shape.head_dim, dtype=self.query_dtype, device=self.device)
                 pages = None
                 if page_size is not None:
