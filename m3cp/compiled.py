@@ -27,6 +27,7 @@ class Build:
     shared_bytes: int
     assembly: str
     scalar_spills: int = 0
+    ir: str = ""  # Triton's own, with layouts
 
 
 def build(kernel, pointers: dict[str, str], constants: dict[str, Any], target: str, **options: Any) -> Build:
@@ -53,12 +54,12 @@ def build(kernel, pointers: dict[str, str], constants: dict[str, Any], target: s
     made = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
     if target == "sm_90":
         registers, spills = _cubin_resources(made.asm["cubin"])
-        return Build(target, registers, spills, made.metadata.shared, made.asm["ptx"])
+        return Build(target, registers, spills, made.metadata.shared, made.asm["ptx"], ir=made.asm["ttgir"])
     text = made.asm["amdgcn"]
     registers, vector, private, scalar = (
         int(re.search(rf"\.{name}:\s*(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size", "sgpr_spill_count")
     )
-    return Build(target, registers, vector + private, made.metadata.shared, text, scalar)
+    return Build(target, registers, vector + private, made.metadata.shared, text, scalar, made.asm["ttgir"])
 
 
 def resident_programs(kernel, num_warps: int, device) -> int:
