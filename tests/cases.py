@@ -88,7 +88,7 @@ CASES = [
         (128 * 14,),
         kind="infinite",
     ),
-    Case("a late winner", _shape(6, local=0), (128 * 12 + 2, 128 * 9 + 77), 4, kind="late"),
+    Case("a late winner", _shape(3, heads=2, local=0), (128 * 8 + 2, 128 * 5 + 77), 4, kind="late"),
     Case("bad pages", _shape(4, local=0), (128 * 9, 128 * 6), bad_pages=3),
     Case("more bad pages than good", _shape(5, heads=2, local=1), (128 * 9,), bad_pages=6),
     Case("blocks of 64", _shape(4, block=64), (64 * 9 + 3, 64), 2),

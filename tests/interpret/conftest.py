@@ -19,9 +19,9 @@ def pytest_configure(config):
         quick_interpreter.patch_once_a_launch()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def short_waits(monkeypatch):
-    """Virtual ranks run in turn, so what has not come by now never will: a wait gives up in a second, not in minutes."""
+    """For virtual ranks, which run in turn, so what has not come by now never will: a wait gives up in a second, not in minutes."""
     from m3cp import decode
 
     monkeypatch.setattr(decode, "spin_limit", lambda device: 50)

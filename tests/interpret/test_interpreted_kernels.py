@@ -27,6 +27,8 @@ from m3cp.shapes import IndexerShape
 from m3cp.shard import Shard
 from m3cp.testing import select_virtual
 
+pytestmark = pytest.mark.usefixtures("short_waits")
+
 
 def test_the_interpreter_is_on():
     assert tile.INTERPRETED and not isinstance(score_op.score_kernel, triton.runtime.JITFunction)
@@ -77,7 +79,11 @@ def test_scores_are_written_where_they_decide_and_nowhere_else(case):
 @pytest.mark.parametrize("heads, query_len", [(4, 1), (8, 3), (1, 2)])
 def test_scores_have_the_same_bits_whatever_ranks_and_grid(kind, heads, query_len):
     shape = IndexerShape(heads=heads, topk=2, local_blocks=0)
-    check_same_bits(build(shape, [128 * 7, 128 * 4 + 77], query_len, kind=kind, seed=7), worlds=(2, 8))
+    check_same_bits(
+        build(shape, [128 * 5, 128 * 3 + 77], query_len, kind=kind, seed=7),
+        worlds=(8, 2) if heads > 1 else (8, 1),
+        grids=(1, 5),
+    )
 
 
 def test_a_bound_eight_times_larger_changes_no_score():
@@ -138,7 +144,7 @@ def test_merge_reads_strided_ranks():
         assert torch.equal(out, reference.merge(made, shape=shape, owned=owned))
 
 
-PAGED = ("m3", "short lengths of draft tokens", "bad pages", "blocks of 64", "longer than the bound", "topk 1")
+PAGED = ("m3", "only the last draft rows are too long", "bad pages", "blocks of 64", "longer than the bound", "topk 1")
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in PAGED], ids=str)

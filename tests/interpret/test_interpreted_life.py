@@ -3,6 +3,7 @@
 import life
 import pytest
 
+pytestmark = pytest.mark.usefixtures("short_waits")
 SMALL = [
     life.k02_lengths_include_the_draft_tokens,
     life.k13_a_draft_token_is_seen_from_its_own_row_on,
