@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -136,7 +135,8 @@ def fit(
         raise typer.Exit(1)
     typer.echo(f"Figures of {folder.name}, and the notebook that drew them:")
     for path in (*drawn, book):
-        typer.echo(f"  {os.path.relpath(path)}")
+        path = Path(path).resolve()
+        typer.echo(f"  {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
 
 
 def _say(command: str, lines: Callable[[], list[str]]) -> None:
