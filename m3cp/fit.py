@@ -21,96 +21,39 @@ from m3cp.frames import LABEL, groups, measurement_noise, missing, require_same,
 from m3cp.leastsq import Fit, solve, structure
 from m3cp.shapes import Point, require
 from m3cp.shard import Shard
+from m3cp.terms import TERMS, Kernels, Load, kernels
 
 TWO_TERMS = ("launch", "bytes")
-
-ALL_TERMS = (
-    "launch",
-    "bytes",
-    "beyond",
-    "depth",
-    "ramp",
-    "rows",
-    "row_heads",
-    "imbalance",
-    "exchange",
-    "peers",
-    "sent",
-)
-
-UNITS = {
-    "launch": "us", "bytes": "us/MB", "beyond": "us/MB", "depth": "us per doubling", "ramp": "us", "rows": "us/row",
-    "row_heads": "us per row and head", "imbalance": "us per 1000 blocks", "exchange": "us", "peers": "us/peer",
-    "sent": "us/MB",
-}  # fmt: skip
-
-MEANING = {
-    "launch": "fixed cost of a call",
-    "bytes": "reading keys, at the fastest level that serves them",
-    "beyond": "extra for keys that the last-level cache does not hold",
-    "depth": "selection: per doubling of the longest row's blocks on a rank",
-    "ramp": "what small reads lose before bandwidth is reached",
-    "rows": "per query row",
-    "row_heads": "per query row and head scored",
-    "imbalance": "blocks that the longest row has and the others have not",
-    "exchange": "the exchange between ranks, fixed part",
-    "peers": "the exchange, per peer beyond the first",
-    "sent": "bytes sent to the peers",
-}
-
-RAMP_MB = tuple(2.5 * 2.0**i for i in range(5))  # 2.5 to 40 MB: where half of the ramp has been paid
+ALL_TERMS = tuple(TERMS)
+RAMP_MB = tuple(1.25 * 2.0**i for i in range(6))  # 1.25 to 40 MB: where half of the ramp has been paid
+SHAPING = ("steps", "depth", "ramp", "exchange", "rows")  # where rows allow few parameters, the best of these comes first
 
 
 @functools.lru_cache(maxsize=65_536)
-def _amounts(point: Point) -> tuple[float, ...]:
-    """(megabytes read, longest local row in blocks, blocks missing to it, rows, heads scored, exchanges, MB sent)."""
+def load(point: Point) -> Load:
+    """What a Point asks of its busiest rank."""
     shape, count = point.shape, traffic.shards(point)
     if point.mix == "uniform" and not point.shared_prefix_tokens:
-        one = traffic.bytes_read(dataclasses.replace(point, batch=1)) / 1e6  # every request has the same busiest rank
+        one = traffic.bytes_read(dataclasses.replace(point, batch=1))  # every request has the same busiest rank
         read, lengths = one * point.batch, [point.context_tokens]
     else:
-        read, lengths = traffic.distinct_bytes_read(point) / 1e6, traffic.context_lengths(point)
+        read, lengths = traffic.distinct_bytes_read(point), traffic.context_lengths(point)
     spans = [(last - first) / count for first, last in (traffic.read_range(point, n) for n in lengths)]
-    short = 0.0 if len(spans) == 1 else max(spans) * len(spans) - sum(spans)
-    rows = (point.batch + point.rows_padded) * point.query_len
-    heads = Shard(0, point.world, shape.heads).local_heads if point.arm.endswith("tp") else shape.heads
-    exchanges = float(point.arm.endswith("cp") and point.world > 1)
-    sent = sum(traffic.bytes_exchanged(point).values()) * max(0, point.world - 1) / 1e6
-    return read, max(spans), short, rows, heads, exchanges, sent
-
-
-def features(point: Point, resident: float, ramp_mb: float) -> dict[str, float]:
-    """What each term of a cost model multiplies, for a Point.
-
-    Args:
-        point: the experiment.
-        resident: share of its bytes that the last-level cache holds, 0 (cold) to 1.
-        ramp_mb: megabytes at which half of the ramp has been paid.
-    """
-    read, longest, short, rows, heads, exchanges, sent = _amounts(point)
-    return {
-        "launch": 1.0,
-        "bytes": read,
-        "beyond": read * (1.0 - resident),
-        "depth": math.log2(1.0 + longest),
-        "ramp": read / (read + ramp_mb),
-        "rows": rows,
-        "row_heads": rows * heads,
-        "imbalance": short / 1000.0,
-        "exchange": exchanges,
-        "peers": exchanges * max(0, point.world - 2),
-        "sent": sent,
-    }
-
-
-def resident_share(cache_state: str, footprint_over_llc: float | None) -> float:
-    """Share of a call's bytes that the last-level cache can hold: 0 when cold, 1 when warm and small.
-
-    A footprint larger than the cache keeps a cache's worth of it, as random replacement does.
-    """
-    if cache_state == "cold":
-        return 0.0
-    return 1.0 if missing(footprint_over_llc) or not footprint_over_llc else min(1.0, 1.0 / footprint_over_llc)
+    visible = max(shape.blocks(n) for n in lengths)
+    exchanges = point.arm.endswith("cp") and point.world > 1
+    return Load(
+        blocks=read / shape.key_bytes(point.dtype),
+        mb=read / 1e6,
+        longest=max(spans),
+        held=visible / count,
+        visible=visible,
+        short=0.0 if len(spans) == 1 else max(spans) * len(spans) - sum(spans),
+        rows=(point.batch + point.rows_padded) * point.query_len,
+        heads=Shard(0, point.world, shape.heads).local_heads if point.arm.endswith("tp") else shape.heads,
+        exchanges=float(exchanges),
+        peers=max(0, point.world - 2) if exchanges else 0,
+        sent_kib=sum(traffic.bytes_exchanged(point).values()) * max(0, point.world - 1) / 1024,
+    )
 
 
 @functools.lru_cache(maxsize=65_536)
@@ -122,15 +65,9 @@ def _moved(template: Point, context_tokens: int, batch: int, changes: tuple[tupl
     return dataclasses.replace(template, context_tokens=context_tokens, batch=batch, **given)
 
 
-def _design(
-    points: Sequence[Point], cache_state: str, llc_bytes: float | None, ramp_mb: float, terms: tuple[str, ...]
-) -> np.ndarray:
-    rows = []
-    for point in points:
-        over = _amounts(point)[0] * 1e6 / llc_bytes if llc_bytes else None
-        values = features(point, resident_share(cache_state, over), ramp_mb)
-        rows.append([values[name] for name in terms])
-    return np.array(rows)
+def _design(points: Sequence[Point], how: Kernels, terms: tuple[str, ...]) -> np.ndarray:
+    amounts = [TERMS[name].amount for name in terms]
+    return np.array([[amount(asked, how) for amount in amounts] for asked in map(load, points)])
 
 
 @functools.lru_cache(maxsize=512)
@@ -138,13 +75,11 @@ def _grid(
     template: Point,
     where: tuple[tuple[int, int], ...],
     changes: tuple[tuple[str, Any], ...],
-    cache_state: str,
-    llc_bytes: float | None,
-    ramp_mb: float,
+    how: Kernels,
     terms: tuple[str, ...],
 ) -> np.ndarray:
     points = [_moved(template, context, batch, changes) for context, batch in where]
-    found = _design(points, cache_state, llc_bytes, ramp_mb, terms)
+    found = _design(points, how, terms)
     found.flags.writeable = False
     return found
 
@@ -189,15 +124,15 @@ class CostModel:
 
     Args:
         label: what the rows have in common, {field: value}.
-        terms: names of the terms used, of `ALL_TERMS`.
-        fit: estimates in the units of `UNITS`.
+        terms: names of the terms used, of `terms.TERMS`.
+        fit: estimates in those terms' units.
         template: a Point of the group, from which others are made.
         cache_state: "cold" or "warm".
-        llc_bytes: last-level cache, where a warm row told it; None otherwise.
-        ramp_mb: size at which half of the ramp is paid.
+        kernels: what shapes the terms' amounts.
         range: {"context_tokens": (low, high), "batch": ..., "mb": ...} of the fitted rows.
         worlds, mixes: present in the fitted rows.
         unread: rows left out because they read no key.
+        evicted: rows left out because an evicting read stood between their calls.
         assumed: {term: the prior it rests on}.
         sizes_mb: megabytes read in each fitted row, in the order of the residuals.
     """
@@ -207,12 +142,12 @@ class CostModel:
     fit: Fit
     template: Point
     cache_state: str
-    llc_bytes: float | None
-    ramp_mb: float
+    kernels: Kernels
     range: dict[str, tuple[float, float]]
     worlds: tuple[int, ...]
     mixes: tuple[str, ...]
     unread: int = 0
+    evicted: int = 0
     sizes_mb: np.ndarray = field(default_factory=lambda: np.empty(0), repr=False, compare=False)
     assumed: dict[str, Prior] = field(default_factory=dict)
 
@@ -232,19 +167,11 @@ class CostModel:
 
     def row(self, point: Point) -> np.ndarray:
         """The design row of a Point: what the estimates multiply, `[terms]`."""
-        return _design((point,), self.cache_state, self.llc_bytes, self.ramp_mb, self.terms)[0]
+        return _design((point,), self.kernels, self.terms)[0]
 
     def design(self, where: Sequence[tuple[int, int]], **changes: Any) -> np.ndarray:
         """Design rows of this model's Points at (context, batch) pairs, `[pairs, terms]`; kept for the next time."""
-        return _grid(
-            self.template,
-            tuple(where),
-            tuple(changes.items()),
-            self.cache_state,
-            self.llc_bytes,
-            self.ramp_mb,
-            self.terms,
-        )
+        return _grid(self.template, tuple(where), tuple(changes.items()), self.kernels, self.terms)
 
     def us(self, point: Point) -> float:
         """Predicted microseconds a call."""
@@ -258,7 +185,7 @@ class CostModel:
         us = float(row @ self.fit.usable)
         rests = [name for name in self.assumed if row[self.terms.index(name)] != 0]
         assumed = "; ".join(
-            f"{name} assumed {self.assumed[name].mean:g} ± {self.assumed[name].deviation:g} {UNITS[name]} ({self.assumed[name].why})"
+            f"{name} assumed {self.assumed[name].mean:g} ± {self.assumed[name].deviation:g} {TERMS[name].unit} ({self.assumed[name].why})"
             for name in rests
         )
         t = stats.t.ppf(0.975, self.fit.freedom) if self.fit.freedom > 0 else stats.norm.ppf(0.975)
@@ -296,14 +223,14 @@ class CostModel:
         for i, name in enumerate(self.fit.names):
             note = self.fit.unidentified.get(name, "")
             if name in self.assumed:
-                lines.append({"term": name, "meaning": MEANING[name], "value": self.assumed[name].mean, "low": 0.0,
-                              "high": self.assumed[name].mean + 2 * self.assumed[name].deviation, "unit": UNITS[name],
+                lines.append({"term": name, "meaning": TERMS[name].meaning, "value": self.assumed[name].mean, "low": 0.0,
+                              "high": self.assumed[name].mean + 2 * self.assumed[name].deviation, "unit": TERMS[name].unit,
                               "note": f"assumed: {self.assumed[name].why}"})  # fmt: skip
                 continue
             lines.append(
                 {
-                    "term": name, "meaning": MEANING[name], "value": float(self.fit.values[i]), "low": float(self.fit.low[i]),
-                    "high": float(self.fit.high[i]), "unit": UNITS[name], "note": f"not identified: {note}" if note else "",
+                    "term": name, "meaning": TERMS[name].meaning, "value": float(self.fit.values[i]), "low": float(self.fit.low[i]),
+                    "high": float(self.fit.high[i]), "unit": TERMS[name].unit, "note": f"not identified: {note}" if note else "",
                 }
             )  # fmt: skip
         return lines
@@ -338,7 +265,7 @@ def fit_model(frame, terms: Sequence[str] = TWO_TERMS, vary: Sequence[str] = ())
     """Fit a cost model to the rows of one group.
 
     Args:
-        frame: rows of one label (`groups`); rows that read no key (`bytes_read == 0`) are left out.
+        frame: rows of one label (`groups`); those that are not `fittable` are left out.
         terms: of `ALL_TERMS`; those the data can't tell apart are reported, not fitted.
         vary: fields of `LABEL` that may differ between the rows, each with a term that explains it.
 
@@ -352,63 +279,75 @@ def fit_model(frame, terms: Sequence[str] = TWO_TERMS, vary: Sequence[str] = ())
         raise ValueError(
             f"terms={tuple(terms)}: rows of several mixes ({', '.join(sorted(set(rows['mix'])))}) need the term 'imbalance'"
         )
-    unread = int((rows["bytes_read"] == 0).sum())
-    rows = rows[rows["bytes_read"] > 0]
+    every, rows = rows, fittable(rows)
+    unread = int((every["bytes_read"] == 0).sum())
+    evicted = len(every) - len(rows) - unread
     if len(rows) < 2:
-        raise ValueError(f"fit_model: {len(rows)} rows that read keys ({unread} read none): at least 2 are needed")
+        raise ValueError(
+            f"fit_model: {len(rows)} rows that read keys ({unread} more read none, {evicted} were timed behind an evicting read): at least 2 are needed"
+        )
 
     points, times = list(rows["point"]), rows["median_us"].to_numpy(dtype=float)
-    states, overs = list(rows["cache_state"]), list(rows["footprint_over_llc"])
-    shares = [resident_share(state, over) for state, over in zip(states, overs, strict=True)]
-    noise = measurement_noise(rows)
-    order = [name for name in ALL_TERMS if name in terms]
-    columns = {name: np.empty(len(points)) for name in order}
-    for i, (point, share) in enumerate(zip(points, shares, strict=True)):
-        for name, value in features(point, share, RAMP_MB[0]).items():
-            if name in columns:
-                columns[name][i] = value
-    read = np.array([_amounts(p)[0] for p in points])
-    most = max(2, len(points) // 2)  # a parameter for every two rows, so that residuals say something
-    best: tuple[float, Fit] | None = None
-    orders = [order]
-    if {"ramp", "depth"} <= set(order) and most < len(order):  # too few rows for both: the better one comes first
-        swap = {"ramp": "depth", "depth": "ramp"}
-        orders.append([swap.get(name, name) for name in order])
-    for names in orders:
-        for ramp_mb in RAMP_MB if "ramp" in terms else RAMP_MB[:1]:
-            if "ramp" in terms:
-                columns["ramp"] = read / (read + ramp_mb)
-            fitted = {name: columns[name] for name in names}
-            found = solve(fitted, times, noise=noise, most=most, chosen=int("ramp" in terms))
-            loss = float(np.sum(found.residuals**2))
-            if best is None or loss < best[0] * (1 - 1e-9):
-                best, chosen, order = (loss, found), ramp_mb, names
-    found = best[1]
-    sizes = [
-        d * max(c, 1) / over
-        for d, c, over, state in zip(rows["distinct_bytes_read"], rows["caches"], overs, states, strict=True)
-        if state == "warm" and not missing(over) and over
-    ]
     label = {name: None if missing(rows[name].iloc[0]) else rows[name].iloc[0] for name in LABEL if name not in vary}
     label["source"] = rows["source"].iloc[0]
     label["arm"] = "cp" if "arm" in vary else rows["arm"].iloc[0]
+    state = rows["cache_state"].iloc[0]
+    how = kernels(label["arm"], label["form"], int(rows["units"].iloc[0]), RAMP_MB[0], _llc_mb(rows) if state == "warm" else 0.0)
+    order = [name for name in ALL_TERMS if name in terms and TERMS[name].applies(label["arm"], how)]
+    columns = dict(zip(order, _design(points, how, tuple(order)).T, strict=True))
+    read = np.array([load(p).mb for p in points])
+    most = max(2, len(points) // 2)  # a parameter for every two rows, so that residuals say something
+    orders = [order]
+    if most < len(order):
+        first = [name for name in order if name in ("launch", "bytes", "beyond")]
+        orders += [[*first, name, *(n for n in order if n not in (*first, name))] for name in SHAPING if name in order]
+    noise, best = measurement_noise(rows), None
+    for ramp_mb in RAMP_MB if "ramp" in order else RAMP_MB[:1]:
+        if "ramp" in order:
+            columns["ramp"] = read / (read + ramp_mb)
+        for names in orders:
+            fitted = {name: columns[name] for name in names}
+            found = solve(fitted, times, noise=noise, most=most, chosen=int("ramp" in order))
+            loss = float(np.sum(found.residuals**2))
+            if best is None or loss < best[0] * (1 - 1e-9):
+                best = (loss, found, ramp_mb)
+    _, found, ramp_mb = best
     template = next((p for p in points if p.arm == label["arm"]), points[0])
     return CostModel(
-        label, tuple(order), found, template, states[0], float(np.median(sizes)) if sizes else None, chosen,
+        label, found.names, found, template, state, how._replace(ramp_mb=ramp_mb),
         {
             "context_tokens": (float(rows["context_tokens"].min()), float(rows["context_tokens"].max())),
             "batch": (float(rows["batch"].min()), float(rows["batch"].max())),
             "mb": (float(read.min()), float(read.max())),
         },
-        tuple(sorted({int(w) for w in rows["world"]})), tuple(sorted(set(rows["mix"]))), unread, read,
+        tuple(sorted({int(w) for w in rows["world"]})), tuple(sorted(set(rows["mix"]))), unread, evicted, read,
     )  # fmt: skip
+
+
+def fittable(rows):
+    """The rows that slopes may come from: they read keys, back to back.
+
+    Behind an evicting read, ranks start apart by what that read's end differs, and an arm that exchanges waits for the
+    later one (8.5 us where 6.9 were expected, on two H200): such rows are another experiment.
+    """
+    return rows[(rows["bytes_read"] > 0) & ~(rows["evict_us"].astype(float) > 0)]
+
+
+def _llc_mb(rows) -> float:
+    """Megabytes of last-level cache, as warm rows' footprints tell; 1e12 (all fits) where they don't."""
+    sizes = [
+        d * max(c, 1) / over / 1e6
+        for d, c, over in zip(rows["distinct_bytes_read"], rows["caches"], rows["footprint_over_llc"], strict=True)
+        if not missing(over) and over
+    ]
+    return float(np.median(sizes)) if sizes else 1e12
 
 
 def two_term_fits(frame) -> list[CostModel]:
     """The two-term fit of every group that has enough rows at different sizes; floors and failed rows left out."""
     models = []
     for values, rows in groups(frame).items():
-        read = rows[rows["bytes_read"] > 0]
+        read = fittable(rows)
         if values[0] != "page_read" and len(set(read["distinct_bytes_read"])) >= 2:
             models.append(fit_model(rows))
     return models
@@ -416,7 +355,7 @@ def two_term_fits(frame) -> list[CostModel]:
 
 def try_fit(rows, terms: Sequence[str]) -> CostModel | None:
     """A fit of one arm's rows where they allow one: the state of most of them, at two sizes or more."""
-    read = rows[rows["bytes_read"] > 0]
+    read = fittable(rows)
     if read.empty:
         return None
     state = read["cache_state"].value_counts().idxmax()

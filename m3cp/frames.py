@@ -43,7 +43,7 @@ def boundary(timed_region: Sequence[str]) -> str:
 
 
 def table(rows: Sequence[records.Row], source: str = "measured here"):
-    """The frame that everything here takes: `records.frame` plus point, code_hash, region, boundary, source.
+    """The frame that everything here takes: `records.frame` plus point, code_hash, units, region, boundary, source.
 
     Args:
         rows: of any runs.
@@ -52,6 +52,7 @@ def table(rows: Sequence[records.Row], source: str = "measured here"):
     data = records.frame(list(rows))
     data["point"] = [row.point for row in rows]
     data["code_hash"] = [row.provenance.get("code_hash", "unknown") for row in rows]
+    data["units"] = [_units(row) for row in rows]
     data["commit"] = [row.provenance.get("commit", "unknown") for row in rows]
     data["region"] = [tuple(row.timed_region) for row in rows]
     data["boundary"] = [boundary(row.timed_region) for row in rows]
@@ -64,6 +65,12 @@ def table(rows: Sequence[records.Row], source: str = "measured here"):
         mine = (data["node"] == node) & (data["status"] == "ok")
         data.loc[mine, "limit_us"] = data.loc[mine, "distinct_bytes_read"] / best
     return data
+
+
+def _units(row: records.Row) -> int:
+    """Compute units of the GPU that a row was measured on; 0 where it names none."""
+    gpus = row.provenance.get("gpus") or [{}]
+    return int(gpus[0].get("units") or 0)
 
 
 def published(path: Path | str | None = None):

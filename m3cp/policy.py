@@ -13,13 +13,14 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from m3cp.shapes import IndexerShape, require
+from m3cp.terms import TERMS, Kernels, Load
 
-FORMAT, VERSION = "m3cp-policy", 1
-TERMS = ("launch", "bytes", "beyond", "depth", "ramp", "rows", "imbalance")  # what a decision can be made of
+FORMAT, VERSION = "m3cp-policy", 2
 ARMS = ("cp", "vllm_cp", "sglang_cp")
 
 
@@ -46,23 +47,60 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm's cost, ready to be evaluated: microseconds = values . terms, with the estimates' uncertainty.
+    """One arm's cost, ready to be evaluated: microseconds = values . amounts, with the estimates' uncertainty.
 
     Args:
-        values: one for each of `TERMS`, 0 where a term is not part of it.
-        factor: lower triangular, rows of `TERMS`; covariance = factor times its transpose.
+        terms: names of `terms.TERMS`.
+        values: one for each term.
+        root: upper triangular rows; the variance is the sum of the squares of (row . amounts), each row's leading zeros
+            left out.
         spread: relative standard deviation of rows around the fit.
-        ramp_mb: megabytes at which half of the ramp is paid.
+        kernels: what shapes the amounts.
         shards: parts that the blocks are dealt to: 1 for TP, the world size for CP.
-        llc_mb: last-level cache where the rows were warm; 0 where they were cold.
+        heads: heads that a rank scores.
+        row_kib: KiB that a query row sends to all peers together.
     """
 
+    terms: tuple[str, ...]
     values: tuple[float, ...]
-    factor: tuple[tuple[float, ...], ...]
+    root: tuple[tuple[float, ...], ...]
     spread: float
-    ramp_mb: float
+    kernels: Kernels
     shards: int
-    llc_mb: float = 0.0
+    heads: int
+    row_kib: float
+
+    def __post_init__(self) -> None:
+        require("terms", self.terms, set(self.terms) <= set(TERMS), f"of {', '.join(TERMS)}")
+        ok = len(self.values) == len(self.terms) and [len(r) for r in self.root] == list(range(len(self.terms), 0, -1))
+        require("values", self.values, ok, "one value and one row of root for each term")
+
+    def amounts(self, query_len: int, block_mb: float) -> Callable[[Read], list[float]]:
+        """A function of what a batch reads that gives what the terms multiply; blocks are dealt evenly here."""
+        part, part_mb, row_kib, heads, how = 1.0 / self.shards, block_mb / self.shards, self.row_kib, self.heads, self.kernels
+        exchanges = float(row_kib > 0)
+        peers = max(0, self.shards - 2) if exchanges else 0
+        each = [TERMS[name].amount for name in self.terms]
+
+        def amounts(read: Read) -> list[float]:
+            total, longest, visible, requests = read
+            rows = requests * query_len
+            load = Load(
+                total * part, total * part_mb, longest * part, visible * part, visible, (requests * longest - total) * part,
+                rows, heads, exchanges, peers, rows * row_kib,
+            )  # fmt: skip
+            return [amount(load, how) for amount in each]
+
+        return amounts
+
+
+class Read(NamedTuple):
+    """What a batch reads: blocks of all requests and of the longest, all that the longest has, and requests."""
+
+    total: int
+    longest: int
+    visible: int
+    requests: int
 
 
 @dataclass(frozen=True)
@@ -154,9 +192,8 @@ class Policy:
         """Modelled (TP, CP) microseconds of a batch, whatever the range; (0, 0) for an empty one."""
         entry = self.entry(world, dtype, query_len)
         read = _reads(context_lengths, self.shape)
-        return tuple(
-            _dot(a.values, _terms(a, *read, query_len, self.shape.key_bytes(dtype) / 1e6)) for a in (entry.tp, entry.cp)
-        )
+        block_mb = self.shape.key_bytes(dtype) / 1e6
+        return tuple(_dot(a.values, a.amounts(query_len, block_mb)(read)) for a in (entry.tp, entry.cp))
 
     def threshold_blocks(
         self, world: int, dtype: str, query_len: int = 1, batches: Iterable[Sequence[int]] = ()
@@ -226,25 +263,29 @@ def load(path: Path | str) -> Policy:
             for e in values["entries"]
         )
         named = {k: values[k] for k in ("arm", "form", "exchange", "queries", "provenance")}
-        unknown = set(values) - {"format", "version", "terms", "shape", "entries", *named}
-        if unknown or values["terms"] != list(TERMS):
-            raise ValueError(f"fields {sorted(unknown)}, terms {values['terms']}")
+        unknown = set(values) - {"format", "version", "shape", "entries", *named}
+        if unknown:
+            raise ValueError(f"fields {sorted(unknown)}")
         return Policy(shape=IndexerShape(**values["shape"]), entries=entries, **named)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a policy of version {VERSION}: {error}") from error
 
 
 def _arm(values: Mapping[str, Any]) -> Arm:
-    return Arm(**{**values, "values": tuple(values["values"]), "factor": tuple(map(tuple, values["factor"]))})
+    lists = {name: tuple(values[name]) for name in ("terms", "values")}
+    return Arm(**{**values, **lists, "root": tuple(map(tuple, values["root"])), "kernels": Kernels(**values["kernels"])})
 
 
 def _plain(policy: Policy) -> dict[str, Any]:
     import dataclasses
 
     entries = [dataclasses.asdict(entry) for entry in policy.entries]
+    for entry, values in zip(policy.entries, entries, strict=True):
+        for arm in ("tp", "cp"):
+            values[arm]["kernels"] = getattr(entry, arm).kernels._asdict()
     named = {name: getattr(policy, name) for name in ("arm", "form", "exchange", "queries")}
     return {
-        "format": FORMAT, "version": VERSION, **named, "shape": dataclasses.asdict(policy.shape), "terms": list(TERMS),
+        "format": FORMAT, "version": VERSION, **named, "shape": dataclasses.asdict(policy.shape),
         "entries": entries, "provenance": dict(policy.provenance),
     }  # fmt: skip
 
@@ -254,60 +295,31 @@ def _doubling(low: int, high: int) -> list[int]:
     return sorted({round(low * (high / low) ** (i / steps)) for i in range(steps + 1)})
 
 
-def _reads(context_lengths: Sequence[int], shape: IndexerShape) -> tuple[int, int, int]:
-    """(blocks read, blocks read of the longest request, requests) of a batch; padding rows are no requests."""
-    size, topk, forced = shape.block_size, shape.topk, shape.init_blocks + shape.local_blocks
-    total = longest = count = 0
-    for n in context_lengths:
-        if n > 0:
-            count += 1
-            blocks = (n + size - 1) // size
-            if blocks > topk:
-                read = blocks - forced
-                if read > 0:
-                    total += read
-                    if read > longest:
-                        longest = read
-    return total, longest, count
-
-
-def _terms(arm: Arm, total: int, longest: int, count: int, query_len: int, block_mb: float) -> tuple[float, ...]:
-    """The amounts that `TERMS` multiply, as `fit.features` has them; blocks are dealt evenly here."""
-    megabytes = total * block_mb / arm.shards
-    beyond = max(0.0, megabytes - arm.llc_mb)
-    depth = math.log2(1.0 + longest / arm.shards)
-    short = (count * longest - total) / arm.shards / 1000.0
-    return 1.0, megabytes, beyond, depth, megabytes / (megabytes + arm.ramp_mb), float(count * query_len), short
+def _reads(context_lengths: Sequence[int], shape: IndexerShape) -> Read:
+    """What a batch reads; padding rows are no requests, and requests of at most topk blocks read nothing."""
+    forced = shape.init_blocks + shape.local_blocks
+    blocks = [shape.blocks(n) for n in context_lengths if n > 0]
+    read = [max(0, b - forced) for b in blocks if b > shape.topk]
+    return Read(sum(read), max(read, default=0), max(blocks, default=0), len(blocks))
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))
+    return sum(map(mul, a, b))
 
 
-def _evaluator(arm: Arm, query_len: int, block_mb: float) -> Callable[[int, int, int], tuple[float, float]]:
-    """A function of (blocks read, longest, requests) that gives (microseconds, variance); unrolled, for speed."""
-    shards, llc_mb, ramp_mb, spread = arm.shards, arm.llc_mb, arm.ramp_mb, arm.spread**2
-    (v0, v1, v2, v3, v4, v5, v6), rows = arm.values, arm.factor
-    (a0, *_), (a1, b1, *_), (a2, b2, c2, *_), (a3, b3, c3, d3, *_) = rows[:4]
-    (a4, b4, c4, d4, e4, *_), (a5, b5, c5, d5, e5, f5, *_), (a6, b6, c6, d6, e6, f6, g6) = rows[4:]
-    scale, log2 = block_mb / shards, math.log2
+def _evaluator(arm: Arm, query_len: int, block_mb: float) -> Callable[[Read], tuple[float, float]]:
+    """A function of what a batch reads that gives (microseconds, variance)."""
+    amounts_of, values, spread = arm.amounts(query_len, block_mb), arm.values, arm.spread**2
+    rows = [(i, row) for i, row in enumerate(arm.root) if any(row)]
 
-    def evaluate(total: int, longest: int, count: int) -> tuple[float, float]:
-        mb = total * scale
-        far = mb - llc_mb if mb > llc_mb else 0.0
-        deep = log2(1.0 + longest / shards)
-        ramp = mb / (mb + ramp_mb)
-        many = count * query_len
-        short = (count * longest - total) / shards / 1000.0
-        us = v0 + v1 * mb + v2 * far + v3 * deep + v4 * ramp + v5 * many + v6 * short
-        a = a0 + a1 * mb + a2 * far + a3 * deep + a4 * ramp + a5 * many + a6 * short
-        b = b1 * mb + b2 * far + b3 * deep + b4 * ramp + b5 * many + b6 * short
-        c = c2 * far + c3 * deep + c4 * ramp + c5 * many + c6 * short
-        d = d3 * deep + d4 * ramp + d5 * many + d6 * short
-        e = e4 * ramp + e5 * many + e6 * short
-        f = f5 * many + f6 * short
-        g = g6 * short
-        return us, a * a + b * b + c * c + d * d + e * e + f * f + g * g + spread * us * us
+    def evaluate(read: Read) -> tuple[float, float]:
+        amounts = amounts_of(read)
+        us = sum(map(mul, values, amounts))
+        variance = spread * us * us
+        for i, row in rows:
+            part = sum(map(mul, row, amounts[i:]))
+            variance += part * part
+        return us, variance
 
     return evaluate
 
@@ -317,28 +329,28 @@ def _decider(entry: Entry, shape: IndexerShape) -> Callable[[Sequence[int]], Dec
     size, topk, forced = shape.block_size, shape.topk, shape.init_blocks + shape.local_blocks
     (low, high), (few, many) = entry.context_tokens, entry.batch
     uneven, root2, erf, sqrt = entry.uneven + 0.02, math.sqrt(2.0), math.erf, math.sqrt
+    shortest, tallest = shape.blocks(low), shape.blocks(high)
     block_mb = shape.key_bytes(entry.dtype) / 1e6
     tp, cp = (_evaluator(arm, entry.query_len, block_mb) for arm in (entry.tp, entry.cp))
 
     def decide(context_lengths: Sequence[int]) -> Decision:
         blocks = [-(-n // size) for n in context_lengths if n > 0]
-        count = len(blocks)
+        count, visible = len(blocks), max(blocks, default=0)
         if not count:
             return Decision("tp", 0.0, 1.0, "no request: nothing to do")
         if min(blocks) <= topk:
             blocks = [b for b in blocks if b > topk]
-        read = len(blocks)
-        longest = max(blocks) - forced if read else 0
+        longest = visible - forced if blocks else 0
         if longest <= 0:
             return Decision(
                 "tp", 0.0, 1.0, f"no request reads a key (more than {topk} blocks, {forced} forced): nothing to gain"
             )
         if not few <= count <= many:
             return Decision("tp", 0.0, 0.0, f"refused: batch={count} outside {few} to {many}")
-        top = max(context_lengths)
-        if not low <= top <= high:
+        if not shortest <= visible <= tallest:
+            top = max(context_lengths)
             return Decision("tp", 0.0, 0.0, f"refused: longest context of {top} tokens outside {low} to {high}")
-        total = sum(blocks) - read * forced if forced <= topk else sum(max(0, b - forced) for b in blocks)
+        total = sum(blocks) - len(blocks) * forced if forced <= topk else sum(max(0, b - forced) for b in blocks)
         whole = count * longest
         if whole - total > uneven * whole:
             share = 1 - total / whole
@@ -348,8 +360,8 @@ def _decider(entry: Entry, shape: IndexerShape) -> Callable[[Sequence[int]], Dec
                 0.0,
                 f"refused: lengths more uneven ({share:.0%} of blocks missing to the longest) than fitted ({entry.uneven:.0%})",
             )
-        tp_us, tp_variance = tp(total, longest, count)
-        cp_us, cp_variance = cp(total, longest, count)
+        read = Read(total, longest, visible, count)
+        (tp_us, tp_variance), (cp_us, cp_variance) = tp(read), cp(read)
         gain, variance = tp_us - cp_us, tp_variance + cp_variance
         sure = 0.5 + 0.5 * erf(abs(gain) / (root2 * sqrt(variance))) if variance > 0 else 1.0
         if gain > 0:
@@ -457,33 +469,27 @@ def _uneven(point: Any) -> float:
     """Share of blocks that a Point's requests lack to its longest one."""
     from m3cp.traffic import context_lengths
 
-    total, longest, count = _reads(context_lengths(point), point.shape)
-    return 1.0 - total / (count * longest) if longest else 0.0
+    read = _reads(context_lengths(point), point.shape)
+    return 1.0 - read.total / (read.requests * read.longest) if read.longest else 0.0
 
 
 def _from_model(model: Any, numpy: Any) -> Arm:
-    """A cost model as plain numbers, in the order of `TERMS`; terms that never vary in a cell are not identified there."""
-    places = [model.terms.index(t) if t in model.terms else None for t in TERMS]
-    values = [0.0 if i is None else float(model.fit.usable[i]) for i in places]
-    size = len(TERMS)
-    covariance = numpy.zeros((size, size))
-    for a, i in enumerate(places):
-        for b, j in enumerate(places):
-            if i is not None and j is not None:
-                covariance[a, b] = model.fit.covariance[i, j]
-    weights, vectors = numpy.linalg.eigh(covariance)
-    root = vectors * numpy.sqrt(numpy.clip(weights, 0.0, None))
-    lower = numpy.linalg.qr(root.T, mode="r").T  # covariance = lower times its transpose
-    rounded = tuple(tuple(float(f"{v:.9g}") if abs(v) > 1e-12 else 0.0 for v in line) for line in lower)
-    kind = model.template.arm
-    llc = (model.llc_bytes or 0.0) / 1e6 if model.cache_state == "warm" else 0.0
+    """A cost model as plain numbers: the terms that its rows identified and that cost something."""
+    from m3cp.fit import load
+
+    kept = [i for i, name in enumerate(model.terms) if name not in model.fit.unidentified and model.fit.usable[i] > 0]
+    weights, vectors = numpy.linalg.eigh(model.fit.covariance[numpy.ix_(kept, kept)])
+    upper = numpy.linalg.qr((vectors * numpy.sqrt(numpy.clip(weights, 0.0, None))).T, mode="r")  # covariance = upper' upper
+    asked = load(model.template)
     return Arm(
-        tuple(float(f"{v:.9g}") for v in values),
-        rounded,
+        tuple(model.terms[i] for i in kept),
+        tuple(float(f"{model.fit.values[i]:.9g}") for i in kept),
+        tuple(tuple(float(f"{v:.9g}") if abs(v) > 1e-12 else 0.0 for v in row[i:]) for i, row in enumerate(upper)),
         float(f"{model.fit.spread:.6g}"),
-        model.ramp_mb,
-        1 if kind.endswith("tp") else model.template.world,
-        llc,
+        model.kernels,
+        1 if model.arm.endswith("tp") else model.template.world,
+        asked.heads,
+        asked.sent_kib / asked.rows,
     )
 
 
@@ -572,9 +578,8 @@ def regret(
     rng = numpy.random.default_rng(seed)
     costs = []
     for arm in (entry.tp, entry.cp):
-        design = numpy.array([_terms(arm, *_reads(b, shape), query_len, shape.key_bytes(dtype) / 1e6) for b in judged])
-        values = numpy.array(arm.values) + rng.standard_normal((draws, len(TERMS))) @ numpy.array(arm.factor).T
-        costs.append(numpy.maximum(values @ design.T, 1e-9))
+        design = _amounts(arm, judged, query_len, shape, dtype)
+        costs.append(numpy.maximum(_drawn(arm, draws, rng) @ design.T, 1e-9))
     tp, cp = costs  # [draws, steps]
     best = numpy.minimum(tp, cp).sum(axis=1)
     threshold = policy.threshold_blocks(world, dtype, query_len, judged)
@@ -595,6 +600,25 @@ def regret(
     return Regret(
         **found, threshold_blocks=threshold, steps=len(judged), refused=sum(d.refused for d in decided), near=near
     )
+
+
+def _amounts(arm: Arm, batches: Sequence[Sequence[int]], query_len: int, shape: IndexerShape, dtype: str) -> Any:
+    """What an arm's terms multiply in each batch, `[batches, terms]`."""
+    import numpy
+
+    amounts = arm.amounts(query_len, shape.key_bytes(dtype) / 1e6)
+    return numpy.array([amounts(_reads(b, shape)) for b in batches])
+
+
+def _drawn(arm: Arm, draws: int, rng: Any) -> Any:
+    """Draws of an arm's values from their joint uncertainty, `[draws, terms]`."""
+    import numpy
+
+    size = len(arm.terms)
+    upper = numpy.zeros((size, size))
+    for i, row in enumerate(arm.root):
+        upper[i, i:] = row
+    return numpy.array(arm.values) + rng.standard_normal((draws, size)) @ upper
 
 
 def _near(policy: Policy, batch: Sequence[int], world: int, dtype: str, query_len: int) -> bool:
@@ -661,12 +685,9 @@ def static(
     rng = numpy.random.default_rng(seed)
     means, drawn = [], []
     for arm in (entry.tp, entry.cp):
-        mean = numpy.mean(
-            [_terms(arm, *_reads(b, shape), query_len, shape.key_bytes(dtype) / 1e6) for b in inside], axis=0
-        )
+        mean = _amounts(arm, inside, query_len, shape, dtype).mean(axis=0)
         means.append(float(mean @ numpy.array(arm.values)))
-        noise = rng.standard_normal((draws, len(TERMS))) @ numpy.array(arm.factor).T
-        drawn.append(means[-1] + noise @ mean)
+        drawn.append(_drawn(arm, draws, rng) @ mean)
     gain = means[0] - means[1]
     low, high = (float(v) for v in numpy.percentile(drawn[0] - drawn[1], [2.5, 97.5]))
     sure = float(numpy.mean((drawn[0] > drawn[1]) == (gain > 0)))

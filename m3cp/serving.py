@@ -167,7 +167,7 @@ def cold(model: CostModel) -> CostModel:
     A served layer finds its index cache cold, since the other layers went by. Where no row was larger than the cache,
     that rate was not seen and the warm one stands in.
     """
-    return replace(model, cache_state="cold")
+    return replace(model, cache_state="cold", kernels=model.kernels._replace(llc_mb=0.0))
 
 
 def levers(

@@ -157,7 +157,7 @@ def test_the_file_round_trips_and_is_reproducible(made, tmp_path):
     assert again == made and again.to_json() == made.to_json() == path.read_text()
     values = json.loads(path.read_text())
     assert (
-        values["version"] == 1
+        values["version"] == 2
         and values["arm"] == "cp"
         and values["exchange"] == "collective"
         and values["queries"] == "gathered"
@@ -169,12 +169,12 @@ def test_the_file_round_trips_and_is_reproducible(made, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"version": 2}, "version=2, this code reads version 1"),
+        ({"version": 1}, "version=1, this code reads version 2"),
         ({"format": "recipe"}, "format='recipe'"),
         ({"colour": "red"}, "colour"),
         ({"entries": []}, "entries"),
         ({"arm": "tp"}, "arm='tp'"),
-        ({"terms": ["launch"]}, "terms"),
+        ({"shape": {"rows": 3}}, "rows"),
     ],
 )
 def test_other_files_are_refused_by_name(made, tmp_path, change, words):

@@ -1,0 +1,134 @@
+"""What a decode call's cost is made of: what a call asks of one rank, and the amounts that a cost model's terms multiply.
+
+Pure Python. `fit` finds what each amount costs from rows, `policy` adds the same amounts up for a decode batch: one
+definition, so that both are the same model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+# How the project's GPU kernels work, without importing them (a test compares what can be compared).
+CHOICE_BLOCKS = 256  # blocks that one program chooses from at once: fused.SEGMENT, candidates.CHUNK
+FOLDED_BLOCKS = 64  # up to so many, one launch sorts a quarter of the lanes: fused.best_codes
+PROGRAMS_PER_UNIT = 3  # of the persistent grid that scores: score.PROGRAMS_PER_UNIT, fused.PROGRAMS_PER_UNIT
+
+OURS = ("tp", "cp", "cp_local")  # arms whose steps are known; an engine's and a CPU's are not
+
+
+class Load(NamedTuple):
+    """What a call asks of its busiest rank.
+
+    Args:
+        blocks, mb: key blocks and megabytes (1e6 bytes) read, pages of a shared prefix once.
+        longest: blocks that the rank reads of the longest request.
+        held: blocks of the longest request that the rank holds, forced ones included.
+        visible: blocks of the longest request on all ranks.
+        short: blocks that the other requests lack to the longest, on the rank.
+        rows: query rows, padding included.
+        heads: heads that the rank scores.
+        exchanges: 1 where ranks exchange something, else 0.
+        peers: ranks beyond the second that it exchanges with.
+        sent_kib: KiB sent to all peers together.
+    """
+
+    blocks: float
+    mb: float
+    longest: float
+    held: float
+    visible: int
+    short: float
+    rows: int
+    heads: int
+    exchanges: float = 0.0
+    peers: int = 0
+    sent_kib: float = 0.0
+
+
+class Kernels(NamedTuple):
+    """What of the kernels and the machine shapes the amounts.
+
+    Args:
+        choice: how rows are chosen: "chunks" (staged: a program walks the row's local blocks), "levels" (one launch:
+            a second level above 256 blocks), "passes" (two launches: a program walks all of the row's blocks), or
+            "unknown" (engines, CPUs).
+        programs: of the persistent grid that scores; 0 where unknown.
+        ramp_mb: megabytes at which half of the ramp has been paid.
+        llc_mb: megabytes that the last-level cache serves; 0 where rows are cold.
+    """
+
+    choice: str = "unknown"
+    programs: int = 0
+    ramp_mb: float = 10.0
+    llc_mb: float = 0.0
+
+
+def kernels(arm: str, form: str | None, units: int, ramp_mb: float = 10.0, llc_mb: float = 0.0) -> Kernels:
+    """The `Kernels` of an arm and form on a GPU of `units` compute units; 0 units is no GPU."""
+    if arm not in OURS or not units:
+        return Kernels("unknown", 0, ramp_mb, llc_mb)
+    choice = {"staged": "chunks", "one_launch": "levels", "two_launch": "passes"}[form]
+    return Kernels(choice, PROGRAMS_PER_UNIT * units, ramp_mb, llc_mb)
+
+
+class Term(NamedTuple):
+    """One term: its unit, what it stands for, the amount it multiplies, and whether it can be part of an arm's cost."""
+
+    unit: str
+    meaning: str
+    amount: Callable[[Load, Kernels], float]
+    applies: Callable[[str, Kernels], bool] = lambda arm, k: True
+
+
+def _steps(load: Load, k: Kernels) -> float:
+    if k.choice == "levels":
+        return float(load.visible > CHOICE_BLOCKS)
+    if k.choice == "unknown":
+        return 0.0
+    return max(0, math.ceil((load.held if k.choice == "chunks" else load.visible) / CHOICE_BLOCKS) - 1)
+
+
+def _wave(load: Load, k: Kernels) -> float:
+    if not k.programs:
+        return 0.0
+    waves = load.blocks / k.programs
+    return math.ceil(waves) - waves
+
+
+def _exchanging(arm: str, k: Kernels) -> bool:
+    return arm.endswith("cp")
+
+
+# In the order of precedence: what the data can't tell from earlier terms is part of their cost.
+TERMS: dict[str, Term] = {
+    "launch": Term("us", "fixed cost of a call", lambda load, k: 1.0),
+    "bytes": Term("us/MB", "reading keys, at the fastest level that serves them", lambda load, k: load.mb),
+    "beyond": Term(
+        "us/MB", "extra for keys that the last-level cache does not hold", lambda load, k: max(0.0, load.mb - k.llc_mb),
+        lambda arm, k: k.llc_mb > 0,
+    ),
+    "depth": Term(
+        "us per doubling", "selection: per doubling of the longest row's blocks on a rank", lambda load, k: math.log2(1.0 + load.longest),
+        lambda arm, k: k.choice == "unknown",
+    ),
+    "steps": Term(
+        "us per step", "selection: steps one after another beyond the first 256 blocks of the longest row", _steps,
+        lambda arm, k: k.choice != "unknown",
+    ),
+    "ramp": Term("us", "what small reads lose before bandwidth is reached", lambda load, k: load.mb / (load.mb + k.ramp_mb)),
+    "exchange": Term("us", "the exchange between ranks, fixed part", lambda load, k: load.exchanges, _exchanging),
+    "peers": Term("us/peer", "the exchange, per peer beyond the first", lambda load, k: load.peers, _exchanging),
+    "payload": Term(
+        "us per doubling", "the exchange, per doubling of the KiB sent", lambda load, k: math.log2(1.0 + load.sent_kib), _exchanging
+    ),
+    "sort": Term(
+        "us", "selection: sorting more than 64 blocks", lambda load, k: float(load.visible > FOLDED_BLOCKS),
+        lambda arm, k: k.choice == "levels",
+    ),
+    "wave": Term("us per wave", "programs that idle in the last wave of blocks", _wave, lambda arm, k: k.programs > 0),
+    "rows": Term("us/row", "per query row", lambda load, k: load.rows),
+    "row_heads": Term("us per row and head", "per query row and head scored", lambda load, k: load.rows * load.heads),
+    "imbalance": Term("us per 1000 blocks", "blocks that the longest row has and the others have not", lambda load, k: load.short / 1000.0),
+}  # fmt: skip
