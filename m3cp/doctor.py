@@ -95,6 +95,7 @@ class Node:
     triton_owners: tuple[str, ...]
     clocks: tuple[dict, ...]
     drivers: tuple[str, ...]  # "nvidia", "amd": device files that are here
+    engines: tuple[tuple[str, str], ...] = ()  # arms of engines' kernels, and why they do not import here, "" when they do
     plan: tuple[Planned, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -246,7 +247,21 @@ def plan(node: Node, asked: str | None = None) -> tuple[Planned, ...]:
         what = f"P={world}: tp" if world == 1 else f"P={world}: tp and cp"
         planned.append(Planned(what, why is None, why or ranks))
     planned.append(Planned("cp_local", True, "CP's part without the exchange; needs no peer, whatever P it stands for"))
+    for arm, failed in node.engines:
+        why = failed or "the engine's kernels import here; a grid that names the arm measures it"
+        if device == "cpu":
+            why = f"an engine's kernels need a GPU ({failed or 'they import here'})"
+        planned.append(Planned(arm, device == "cuda" and not failed, why))
     return tuple(planned)
+
+
+def engines() -> tuple[tuple[str, str], ...]:
+    """Arms of engines' kernels, each with the import that fails here ("" when none does); empty without torch or triton."""
+    try:
+        from m3cp import engine_kernels
+    except Exception:  # a torch whose libraries are missing raises OSError and others
+        return ()
+    return tuple((arm, engine_kernels.missing(arm) or "") for arm in engine_kernels.MODULES)
 
 
 def triton_owners() -> tuple[str, ...]:
@@ -378,6 +393,7 @@ def inspect(asked: str | None = None) -> Node:
         triton_owners=triton_owners(),
         clocks=clocks(),
         drivers=drivers(),
+        engines=engines(),
     )
     return replace(node, plan=plan(node, asked), problems=problems(node))
 

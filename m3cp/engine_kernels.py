@@ -8,8 +8,10 @@ ascending with ties to the lower id. `same_up_to_ties` compares them with the re
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,13 +79,15 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
 }  # fmt: skip
 
 
+@functools.cache
 def missing(arm: str) -> str | None:
     """Which import of the arm's kernels fails here, and how; None when all succeed."""
     for name in MODULES[arm]:
         try:
             importlib.import_module(name)
         except Exception as error:  # an engine that is half there raises all kinds
-            return f"import {name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            words = re.sub(r"\S*/\S*", "<path>", " ".join(str(error).split()))[:200]  # rows hold no machine's paths
+            return f"import {name}: {type(error).__name__}: {words}"
     return None
 
 
@@ -148,7 +152,7 @@ class _Engine:
 
     Args:
         shape, shard, max_requests, max_query_len, max_context, device, cache_dtype: as `m3cp.decode.TPDecode` takes
-            them. Queries are bf16, as in the engines.
+            them. The engines' queries are bf16; fp16 with an fp16 cache is for the interpreter, which multiplies no bf16.
     """
 
     path: str
@@ -161,6 +165,7 @@ class _Engine:
         self.shape, self.shard, self.device, self.cache_dtype = shape, shard, torch.device(device), cache_dtype
         self.max_requests, self.max_query_len, self.max_context = max_requests, max_query_len, max_context
         self.max_tokens = max_requests * max_query_len
+        self.query_dtype = torch.float16 if cache_dtype == torch.float16 else torch.bfloat16
         self.modules = tuple(importlib.import_module(name) for name in MODULES[self.path])
         self.settings = SETTINGS[self.path]
         self._state = torch.zeros(4, dtype=torch.int64, device=self.device)
@@ -185,7 +190,7 @@ class _Engine:
     def _stand_in(self) -> tuple[torch.Tensor, ...]:
         """Arguments of a call at the bounds, over a cache of one page."""
         made = dict(device=self.device)
-        q = torch.zeros(self.max_tokens, self.shard.local_heads, self.shape.head_dim, dtype=torch.bfloat16, **made)
+        q = torch.zeros(self.max_tokens, self.shard.local_heads, self.shape.head_dim, dtype=self.query_dtype, **made)
         cache = torch.zeros(1, self.shape.block_size, self.shape.head_dim, dtype=self.cache_dtype, **made)
         table = torch.zeros(self.max_requests, self.shape.blocks(self.max_context), dtype=torch.int32, **made)
         return q, cache, table, torch.full((self.max_requests,), self.max_context, dtype=torch.int32, **made)
@@ -252,7 +257,7 @@ class _EngineCP(_Engine):
         self.exchange = exchange
         row = shard.local_heads * shape.head_dim
         buffers = dict(device=self.device)
-        self._gathered_queries = torch.empty(shard.world * self.max_tokens * row, dtype=torch.bfloat16, **buffers)
+        self._gathered_queries = torch.empty(shard.world * self.max_tokens * row, dtype=self.query_dtype, **buffers)
         self._keys = torch.empty(shape.heads * self.max_tokens * shape.topk, dtype=torch.int64, **buffers)
         self._gathered_keys = torch.empty(shard.world * self._keys.numel(), dtype=torch.int64, **buffers)
         if exchange is not None:
@@ -299,7 +304,7 @@ class VllmCP(_EngineCP):
         super().__init__(shape, shard, **bounds)
         width = -(-shape.blocks(self.max_context) // shard.world)
         self._scores = torch.empty(shape.heads, self.max_tokens, width, dtype=torch.float32, device=self.device)
-        self._queries = torch.empty(self.max_tokens * shape.heads * shape.head_dim, dtype=torch.bfloat16, device=self.device)
+        self._queries = torch.empty(self.max_tokens * shape.heads * shape.head_dim, dtype=self.query_dtype, device=self.device)
         self.compile()
 
     def ordered(self, everyone: torch.Tensor) -> torch.Tensor:

@@ -160,6 +160,8 @@ class Point:
                 require(name, value, value in allowed, f"one of {', '.join(allowed)} for arm {self.arm!r}")
             else:
                 require(name, value, value is None, f"None: arm {self.arm!r} does not use it")
+        if self.arm in ("vllm_cp", "sglang_cp"):
+            require("queries", self.queries, self.queries == "gathered", f"'gathered': the engine of arm {self.arm!r} gathers them")
         threshold = self.threshold_blocks
         if self.arm == "cp":
             ok = threshold is None or (_is_int(threshold) and threshold >= 0)

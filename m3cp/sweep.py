@@ -150,6 +150,8 @@ def _arm_points(arm: str, cell: Mapping[str, Any], axes: Mapping[str, Any]) -> l
             continue  # only the symmetric exchange carries these forms
         if arm == "cp_local" and form != "staged":
             continue  # the other forms have no part without an exchange
+        if arm in ("vllm_cp", "sglang_cp") and queries == "replicated":
+            continue  # the engines gather them
         made.append(Point(arm=arm, form=form, exchange=exchange, queries=queries, **cell))
     return made
 
@@ -244,7 +246,7 @@ def make_plan(
 ) -> Plan:
     """Group Points by inputs and processes; skip in words what this machine can't run.
 
-    `cp` needs a process a rank. The others meet no peer, so where there are too few devices for their world, one
+    `cp` and the engines' CP need a process a rank. The others meet no peer, so where there are too few devices for their world, one
     process stands for one rank of it.
 
     Args:
@@ -289,12 +291,20 @@ def _inputs_of(point: Point) -> Point:
 
 def _skip_reason(point: Point, device: str, ranks: int, memory_bytes: int | None) -> str | None:
     if point.arm not in ("tp", "cp", "cp_local", "page_read"):
-        return f"arm {point.arm!r}: the engine's kernels are not connected to this sweep"
+        from m3cp import engine_kernels  # torch, which a plan of our own arms does without
+
+        reason = engine_kernels.refusal(point)
+        if reason is None and device == "cpu":
+            reason = f"arm {point.arm!r}: an engine's kernels need a GPU"
+        if reason is None and engine_kernels.missing(point.arm):
+            reason = f"arm {point.arm!r}: its kernels are not importable here: {engine_kernels.missing(point.arm)}"
+        if reason:
+            return reason
     if point.launch == "graph" and device == "cpu":
         return "launch='graph': a CPU has no graphs"
     if point.shape.heads % point.world and point.world % point.shape.heads:
         return f"world={point.world} does not fit {point.shape.heads} heads"
-    if point.arm == "cp":
+    if point.arm in ("cp", "vllm_cp", "sglang_cp"):
         if point.world == 1:
             return "world=1: one rank has nobody to share with"
         reason = doctor.skip_reason(point.world, device, gpus=ranks, cores=ranks)
@@ -313,6 +323,7 @@ def estimate_s(group: Group, device: str) -> float:
         blocks = traffic.bytes_read(point) / point.shape.key_bytes(point.dtype)
         if device == "cuda":
             total += 0.5 + 300 * (20 + 0.008 * blocks) / 1e6
+            total += 3.0 if point.arm.startswith("vllm") else 0.0  # its launch settings are tried too
             continue
         us = 10 * blocks if point.arm == "page_read" else 2000 + 90 * blocks
         calls = 1 if point.cache == "warm" else max(2.0, min(256.0, 2 * 2**25 / max(1, 2**15 * blocks / point.world)))

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from m3cp import inputs, records, reference, timing, traffic
+from m3cp import engine_kernels, inputs, records, reference, timing, traffic
 from m3cp.decode import CPDecode, CPLocal, TPDecode
 from m3cp.exchange import CollectiveExchange, SymmetricExchange
 from m3cp.kernels import page_read as page_read_op
@@ -340,6 +340,7 @@ class Arm:
         check: as a row has it.
         verify: makes that check of what the calls last wrote, and spoils it for the next time.
         rotation_us: host time of one rotation without graphs.
+        best: an engine's arm at the fastest of its launch settings, where that is not the engine's own.
     """
 
     point: Point
@@ -352,6 +353,7 @@ class Arm:
     collectives: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     rotation_us: float = 0.0
+    best: Arm | None = None
 
 
 class Expected:
@@ -385,13 +387,18 @@ class Expected:
         return reference.candidates(reference.score(*self._step(cache), **bounds), p.seq_lens, **bounds)
 
 
-def make_decode(point: Point, rank: int, device: torch.device) -> TPDecode | CPLocal:
-    """The decode object of a Point's arm for one rank.
+def make_decode(point: Point, rank: int, device: torch.device):
+    """The decode object of a Point's arm for one rank: ours, or one around an engine's kernels.
 
     Raises:
         ValueError: an arm, form or exchange that has no object here.
+        ImportError: an engine's kernels that are not importable here.
     """
     shard = Shard(rank % point.world, point.world, point.shape.heads)
+    exchange = {None: lambda: None, "collective": CollectiveExchange, "symmetric": SymmetricExchange}[point.exchange]()
+    if point.arm not in ("tp", "cp", "cp_local"):
+        dtype = inputs.TORCH_DTYPES[point.dtype]
+        return engine_kernels.make(point, shard, device=device, cache_dtype=dtype, exchange=exchange)
     bounds = dict(
         max_requests=point.batch + point.rows_padded, max_query_len=point.query_len, max_context=point.max_context,
         device=device, cache_dtype=inputs.TORCH_DTYPES[point.dtype], form=point.form,
@@ -400,24 +407,27 @@ def make_decode(point: Point, rank: int, device: torch.device) -> TPDecode | CPL
         return TPDecode(point.shape, shard, **bounds)
     if point.arm == "cp_local":
         return CPLocal(point.shape, shard, **bounds)
-    if point.arm != "cp":
-        raise ValueError(
-            f"arm={point.arm!r}: no kernels of that name are imported here; allowed: tp, cp, cp_local, page_read"
-        )
-    exchange = {"collective": CollectiveExchange, "symmetric": SymmetricExchange}[point.exchange]()
     return CPDecode(
         point.shape, shard, exchange=exchange, queries=point.queries, threshold_blocks=point.threshold_blocks, **bounds
     )
 
 
 def prepare_decode(
-    place: Place, point: Point, problem: inputs.Problem, plan: timing.CachePlan, expected: Expected
+    place: Place, point: Point, problem: inputs.Problem, plan: timing.CachePlan, expected: Expected, x=None, setting=None
 ) -> Arm:
-    """Build the arm's object, warm it up, and define its calls; `verify` compares whatever they last wrote."""
-    x = make_decode(point, place.peers.rank, place.device)
-    x.warmup()
+    """Warm up the arm's object and define its calls; `verify` compares whatever they last wrote.
+
+    Args:
+        x: what `make_decode` returns; None makes it.
+        setting: launch settings of an engine's kernels, compiled already; None is its own.
+    """
+    x = x or make_decode(point, place.peers.rank, place.device)
+    if setting is None:
+        x.warmup()
+    engine = point.arm in engine_kernels.MODULES
+    options = {} if setting is None else {"setting": setting}
     shard, tokens = x.shard, problem.q.shape[0]
-    own = point.arm == "tp" or point.queries == "gathered"
+    own = point.arm.endswith("tp") or point.queries == "gathered"
     q = problem.local_q(shard) if own else problem.q
     outs = [
         torch.empty(shard.local_heads, tokens, point.shape.topk, dtype=torch.int32, device=place.device)
@@ -444,17 +454,26 @@ def prepare_decode(
             problem.seq_lens,
             query_len=point.query_len,
             out=outs[number],
+            **options,
         )
 
     def verify() -> dict[str, Any]:
         x.check()
-        rows = wrong = 0
+        rows = wrong = ties = 0
         for number, out in enumerate(outs):
-            if number % plan.caches in ids:
-                differ = (out != ids[number % plan.caches]).any(2)
+            c = number % plan.caches
+            if c in ids and engine:
+                right, tied = engine_kernels.same_up_to_ties(
+                    out, ids[c], problem.q, problem.cache, problem.block_tables[c], problem.seq_lens,
+                    shape=point.shape, query_len=point.query_len, heads=shard.owned_heads,
+                )  # fmt: skip
+                rows, wrong, ties = rows + right.numel(), wrong + int((~right).sum()), ties + int(tied.sum())
+            elif c in ids:
+                differ = (out != ids[c]).any(2)
                 rows, wrong = rows + differ.numel(), wrong + int(differ.sum())
             out.fill_(-2)
-        return {"passed": wrong == 0, "rows": rows, "mismatches": wrong, "against": "reference"}
+        check = {"passed": wrong == 0, "rows": rows, "mismatches": wrong, "against": "reference"}
+        return check | ({"against": "reference, ties in any order", "ties": ties} if engine else {})
 
     exchange = getattr(x, "exchange", None)
     before = exchange.calls if isinstance(exchange, CollectiveExchange) else 0
@@ -472,6 +491,9 @@ def prepare_decode(
         x.launches,
         x.collectives,
     )
+    if engine:
+        arm.extra = {"engine": engine_kernels.label(point), "kernel_files": engine_kernels.sources(point.arm)}
+        arm.extra |= {"setting": (setting or engine_kernels.OWN).name, **({"topk_tuned": x.tuned} if point.arm == "vllm_tp" else {})}
     if arm.path != point.arm and not (arm.path == "adaptive" and point.threshold_blocks is not None):
         raise RuntimeError(f"arm {point.arm!r} was asked for, but path {arm.path!r} ran")
     return arm
@@ -639,14 +661,18 @@ class Sweep:
         rows: dict[Point, records.Row] = {}
         for point in points:
             try:
-                arms[point] = self.ready(point, problem, plan, expected)
+                ready = self.ready_engine if point.arm in engine_kernels.MODULES else self.ready
+                arms[point] = ready(point, problem, plan, expected)
             except Failed as error:
                 rows[point] = self.failed(point, str(error))
         together(lambda: refuse_same_path(list(arms.values())))
         if arms:
-            timed = self.timed(list(arms.values()), plan, graphs)
-            for point, values in timed.items():
-                rows[point] = self.row(arms[point], plan, **values)
+            timed = self.timed([a for arm in arms.values() for a in (arm, arm.best) if a], plan, graphs)
+            for point, arm in arms.items():
+                values = timed.pop(0)
+                if arm.best:
+                    arm.extra["best"] = self.best(arm.best, timed.pop(0))
+                rows[point] = self.row(arm, plan, **values)
             floors = {p: row.median_us for p, row in rows.items() if p.arm == "page_read" and row.status == "ok"}
             rows = {
                 p: dataclasses.replace(row, page_read_us=floors.get(traffic.floor_point(p))) for p, row in rows.items()
@@ -666,38 +692,75 @@ class Sweep:
             arm = together(lambda: prepare_page_read(place, point, problem, plan))
         else:
             arm = together(lambda: prepare_decode(place, point, problem, plan, expected))
-
-        def once() -> dict[str, Any]:
-            start = time.perf_counter()
-            for call in arm.calls:
-                call()
-            arm.rotation_us = (time.perf_counter() - start) * 1e6
-            return checked(arm)
-
-        arm.check = self.agreed(together(once))
+        arm.check = self.agreed(together(lambda: run_once(arm)))
         return arm
+
+    def ready_engine(self, point: Point, problem: inputs.Problem, plan: timing.CachePlan, expected: Expected) -> Arm:
+        """As `ready`, for an engine's kernels, with the fastest of their launch settings as the arm's `best`."""
+        place, together = self.place, self.peers.together
+        # Compiled on every rank before any of them waits in the first exchange.
+        x = together(lambda: make_decode(point, place.peers.rank, place.device))
+        arm = together(lambda: prepare_decode(place, point, problem, plan, expected, x))
+        arm.check = self.agreed(together(lambda: run_once(arm)))
+        if point.launch == "graph" and len(x.settings) > 1:
+            arm.best = self.fastest(arm, problem, plan, expected, x)
+        return arm
+
+    def fastest(self, own: Arm, problem: inputs.Problem, plan: timing.CachePlan, expected: Expected, x) -> Arm | None:
+        """An engine's arm at the fastest of its launch settings; None where that is the engine's own.
+
+        What was tried goes to `own.extra["settings_us"]`, microseconds a call with the evicting read where there is
+        one: for this choice only, the chosen one is timed beside all other arms. A setting that fails says why there.
+        """
+        place, together, evict = self.place, self.peers.together, self.place.evict if plan.evict else None
+        arms, found = {}, {}
+        for setting in x.settings:
+            try:
+                arm = own
+                if setting is not engine_kernels.OWN:
+                    together(lambda setting=setting: x.compile(setting))
+                    arm = together(lambda setting=setting: prepare_decode(place, own.point, problem, plan, expected, x, setting))
+                    arm.check = self.agreed(together(lambda arm=arm: run_once(arm)))
+                graph = together(lambda arm=arm: timing.capture(arm.calls, evict))
+                together(graph.replay)
+                self.agreed(together(lambda arm=arm: checked(arm)))
+                run = timing.timed_replays(
+                    graph.replay, calls=plan.calls, replays=4, align=place.align, hold=place.hold, timer=timing.DeviceTimer()
+                )  # fmt: skip
+                found[setting.name] = max(self.peers.exchange(timing.median(timing.measure({"": run}, 5)[""])))
+                arms[setting.name] = arm
+                graph.reset()
+            except Failed as error:
+                found[setting.name] = str(error)
+        own.extra["settings_us"] = found
+        best = min(arms, key=found.get)
+        return arms[best] if arms[best] is not own else None
+
+    def best(self, arm: Arm, values: dict[str, Any]) -> dict[str, Any]:
+        """What a row says of the engine at its best setting, timed in the same rounds as the row itself."""
+        samples = timing.slowest(values["rank_samples_us"])
+        return {"setting": arm.extra["setting"], "median_us": timing.median(samples), "samples_us": samples, "check": arm.check}
 
     def agreed(self, check: dict[str, Any]) -> dict[str, Any]:
         """A check summed over the ranks."""
         each = self.peers.exchange(check)
         return {
             "passed": all(c["passed"] for c in each),
-            "rows": sum(c["rows"] for c in each),
-            "mismatches": sum(c["mismatches"] for c in each),
+            **{name: sum(c[name] for c in each) for name in ("rows", "mismatches", "ties") if name in check},
             "against": check["against"],
         }
 
-    def timed(self, arms: list[Arm], plan: timing.CachePlan, graphs: bool) -> dict[Point, dict[str, Any]]:
-        """Time the arms in alternating rounds between two probes; values of their rows by Point."""
+    def timed(self, arms: list[Arm], plan: timing.CachePlan, graphs: bool) -> list[dict[str, Any]]:
+        """Time the arms in alternating rounds between two probes; the values of their rows, in order."""
         together = self.peers.together
         before = together(self._probe.us)
         values = self._timed_graphs(arms, plan) if graphs else self._timed_eager(arms, plan)
         after = together(self._probe.us)
         drifts = self.peers.exchange(after / before - 1)
         drift = max(drifts, key=abs)
-        return {point: {**v, "probe_drift": drift} for point, v in values.items()}
+        return [{**v, "probe_drift": drift} for v in values]
 
-    def _timed_graphs(self, arms: list[Arm], plan: timing.CachePlan) -> dict[Point, dict[str, Any]]:
+    def _timed_graphs(self, arms: list[Arm], plan: timing.CachePlan) -> list[dict[str, Any]]:
         place, peers, together = self.place, self.peers, self.peers.together
         asked = arms[0].point.cache
         evict = place.evict if plan.evict else None
@@ -725,20 +788,20 @@ class Sweep:
             name: self.agreed(together(lambda arm=arm: checked(arm))) for name, arm in zip(names, arms, strict=False)
         }
         ranks = peers.exchange(samples)
-        values = {}
+        values = []
         for name, arm in zip(names, arms, strict=False):
             evict_us = [timing.median(r["evict"]) for r in ranks] if evict is not None else [0.0] * len(ranks)
             each = [[us - e for us in r[name]] for r, e in zip(ranks, evict_us, strict=True)]
             arm.check["rows"] += after[name]["rows"]
-            values[arm.point] = {
+            values.append({
                 "rank_samples_us": each, "calls_per_replay": plan.calls, "replays_per_round": counts[name],
                 "evict_us": max(evict_us) if evict is not None else None,
-            }  # fmt: skip
+            })  # fmt: skip
         for graph in graphs.values():
             graph.reset()
         return values
 
-    def _timed_eager(self, arms: list[Arm], plan: timing.CachePlan) -> dict[Point, dict[str, Any]]:
+    def _timed_eager(self, arms: list[Arm], plan: timing.CachePlan) -> list[dict[str, Any]]:
         place, peers, together = self.place, self.peers, self.peers.together
         evict = place.evict if plan.evict else None
         if evict is not None:
@@ -749,13 +812,13 @@ class Sweep:
         samples = together(lambda: timing.measure(self._beating(runs), rounds))
         after = [self.agreed(together(lambda arm=arm: checked(arm))) for arm in arms]
         ranks = peers.exchange(samples)
-        values = {}
+        values = []
         for (name, arm), check in zip(zip(runs, arms, strict=True), after, strict=True):
             arm.check["rows"] += check["rows"]
-            values[arm.point] = {
+            values.append({
                 "rank_samples_us": [r[name] for r in ranks], "calls_per_replay": plan.calls if place.on_gpu else 1, "replays_per_round": 1,
                 "evict_us": 0.0 if evict is not None else None,  # it stands outside the clock
-            }  # fmt: skip
+            })  # fmt: skip
         return values
 
     def _eager_run(
@@ -839,6 +902,15 @@ class Sweep:
     def provenance(self) -> dict[str, Any]:
         """What the launcher found, and the time."""
         return {**self.job["provenance"], "time_utc": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def run_once(arm: Arm) -> dict[str, Any]:
+    """The check of an arm's calls, made eagerly one after the other; keeps the host's time of the rotation."""
+    start = time.perf_counter()
+    for call in arm.calls:
+        call()
+    arm.rotation_us = (time.perf_counter() - start) * 1e6
+    return checked(arm)
 
 
 def checked(arm: Arm) -> dict[str, Any]:
