@@ -8,7 +8,7 @@ SETUP = $(PYTHON) tools/setup.py --torch "$(TORCH)" $(if $(filter file,$(origin 
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help ready setup doctor test sweep figures lab test-gpu clean
+.PHONY: help ready setup doctor test sweep figures report lab test-gpu clean
 
 help:
 	@echo "m3cp: where does context-parallel decode indexing beat tensor parallelism, on this machine?"
@@ -41,6 +41,9 @@ sweep: ready ## measure this machine, fit, draw the map; ends with the figures' 
 
 figures: ready ## draw the figures again from the rows that are here
 	@$(PY) -m m3cp.cli fit $(ARGS)
+
+report: ready ## the design review: one HTML page from recorded rows, and its figures (under a minute)
+	@$(PY) -m m3cp.cli report $(ARGS)
 
 lab: ready ## open the notebooks in JupyterLab
 	@$(PY) -m jupyterlab --notebook-dir=notebooks

@@ -178,6 +178,44 @@ def policy(
     )
 
 
+@app.command()
+def report(
+    node: Annotated[
+        str, typer.Option(help="A recorded node or a run; default: the latest run on GPUs here, else a recorded node.")
+    ] = "",
+    traffic: Annotated[
+        Path | None, typer.Option(help="JSON lines: the context lengths of each decode step; the page answers for them.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the page and its figures.", show_default="data/runs/NODE/report")
+    ] = None,
+) -> None:
+    """Write the design review: one HTML page with the answer first, and its figures as SVG and PNG."""
+    from m3cp.notebook import NotebookFailed
+
+    def lines() -> list[str]:
+        from m3cp import report as reporting
+
+        try:
+            return reporting.main(node, traffic, out)
+        except NotebookFailed as error:
+            raise ValueError(error) from None
+
+    _say("report", lines)
+
+
+@app.command()
+def record(
+    run: Annotated[str, typer.Argument(help="A run's folder or name.")],
+    name: Annotated[str, typer.Option("--as", help="The node's name, such as mi355x4.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is recorded under that name.")] = False,
+) -> None:
+    """Check a run's rows and keep them as a named node in data/measured, for figures, policies and reports."""
+    from m3cp import recording
+
+    _say("record", lambda: recording.record(run, name, overwrite))
+
+
 serving_app = typer.Typer(no_args_is_help=False, help="What CP changes for a served model, from a run's cost model.")
 app.add_typer(serving_app, name="serving")
 
