@@ -20,7 +20,7 @@ SCHEMA = 1
 ROWS_FILE = "rows.jsonl"
 PACKAGE = Path(__file__).parent
 # The measuring path: a change in any of these files makes older rows another experiment.
-MEASURING = ("shapes.py", "shard.py", "keys.py", "reference.py", "inputs.py", "kernels", "exchange.py", "decode.py", "timing.py", "worker.py")
+MEASURING = ("shapes.py", "shard.py", "keys.py", "reference.py", "inputs.py", "kernels", "exchange.py", "decode.py", "engine_kernels.py", "timing.py", "worker.py")
 
 
 @dataclass(frozen=True)

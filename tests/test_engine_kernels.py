@@ -24,9 +24,11 @@ def clean_imports(monkeypatch):
     """No engine importable, whatever this machine has; what a test installs goes away."""
     for name in [n for n in sys.modules if n.split(".")[0] in ("vllm", "sglang")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if not any((Path(p) / n).exists() for n in ("vllm", "sglang"))])
+    path = sys.path[:]
+    sys.path[:] = [p for p in path if not any((Path(p) / n).exists() for n in ("vllm", "sglang"))]
     engine_kernels.missing.cache_clear()
-    yield monkeypatch
+    yield
+    sys.path[:] = path
     for name in [n for n in sys.modules if n.split(".")[0] in ("vllm", "sglang")]:
         del sys.modules[name]
     engine_kernels.missing.cache_clear()
@@ -50,7 +52,7 @@ def test_what_is_missing_is_named_by_its_import(clean_imports, tmp_path):
     module = tmp_path.joinpath(*engine_kernels.MODULES["sglang_cp"][0].split(".")).with_suffix(".py")
     module.parent.mkdir(parents=True)
     module.write_text("raise RuntimeError('cannot load /opt/somewhere/libx.so')")
-    clean_imports.syspath_prepend(str(tmp_path))
+    sys.path.insert(0, str(tmp_path))
     engine_kernels.missing.cache_clear()
     assert engine_kernels.missing("sglang_cp").endswith("indexer_cp: RuntimeError: cannot load <path>")
 
