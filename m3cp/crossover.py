@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from m3cp.fit import PEER_US, TWO_TERMS, CostModel, assume, try_fit
+from m3cp.fit import ALL_TERMS, PEER_US, TWO_TERMS, CostModel, assume, fit_model, fittable, try_fit
 from m3cp.frames import groups, missing, require_same, split, timed
 from m3cp.shapes import require
 
@@ -83,7 +83,7 @@ def pairs(frame, noise: float = 0.0, draws: int = 400, seed: int = 0):
     Returns:
         A frame with the fields of `PAIRED` and `VARIANT`, tp_us, cp_us, their sample ranges, ratio, ratio_low,
         ratio_high, delta_us, delta_low, delta_high, verdict, cache_state ("cold" only where both are), read (whether
-        keys are read), unsteady, processes, and the draws of delta_us.
+        keys are read), evicted (timed behind an evicting read), unsteady, processes, and the draws of delta_us.
 
     Raises:
         ValueError: timed regions with different boundaries, or a pair whose rows ran the same path.
@@ -127,11 +127,12 @@ def pairs(frame, noise: float = 0.0, draws: int = 400, seed: int = 0):
                 "cp_low": cn[0], "cp_high": cn[1], "ratio": tp_us / cp_us, "ratio_low": float(low), "ratio_high": float(high),
                 "delta_us": cp_us - tp_us, "delta_low": float(d_low), "delta_high": float(d_high), "verdict": verdict(low, high),
                 "cache_state": "cold" if cold else "warm", "read": bool((tp["bytes_read"] > 0).all()),
+                "evicted": bool((tp["evict_us"].astype(float) > 0).any() or (cp["evict_us"].astype(float) > 0).any()),
                 "unsteady": bool(tp["unsteady"].any() or cp["unsteady"].any()), "processes": min(len(tp), len(cp)), "draws": delta,
             }
         )  # fmt: skip
     columns = [*PAIRED, *VARIANT, "tp_us", "cp_us", "tp_low", "tp_high", "cp_low", "cp_high", "ratio", "ratio_low", "ratio_high",
-               "delta_us", "delta_low", "delta_high", "verdict", "cache_state", "read", "unsteady", "processes", "draws"]  # fmt: skip
+               "delta_us", "delta_low", "delta_high", "verdict", "cache_state", "read", "evicted", "unsteady", "processes", "draws"]  # fmt: skip
     return pandas.DataFrame.from_records(lines, columns=columns)
 
 
@@ -528,6 +529,41 @@ def arm_frames(comparison: Comparison) -> tuple[Any, Any]:
     return rows[base], rows[~base]
 
 
+def across_worlds(frame, comparison: Comparison, terms: Sequence[str] = ALL_TERMS) -> tuple[CostModel, CostModel]:
+    """Fits of (TP, CP) for numbers of ranks that were not measured, from all that were.
+
+    TP learns from its rows at every world, P = 1 included; CP from its own, and from `cp_local` in its form, which runs
+    at any P without a peer and so tells the exchange from the rest. Bytes at another P are known; what a further peer
+    adds to an exchange rests on a stated prior (`PEER_US`) where no row tells, and predictions say "assumed".
+
+    Args:
+        frame: that the comparison was made of.
+        comparison: one with fits.
+
+    Raises:
+        ValueError: a comparison without fits.
+    """
+    require("comparison", comparison.name, comparison.tp is not None and comparison.cp is not None, "one with fits of both arms")
+    rows, models = timed(frame), []
+    state = comparison.cp.cache_state
+    for model in (comparison.tp, comparison.cp):
+        at = model.template
+        arms = (at.arm, "cp_local") if at.arm == "cp" else (at.arm,)
+        shared = [n for n in (*COMPARED, "form") if n not in ("world", "source", "node", "code_hash", "boundary")]
+        mine = np.array([
+            p.arm in arms and all(getattr(p, n) == getattr(at, n) for n in shared)
+            and (p.arm == "cp_local" or all(getattr(p, n) == getattr(at, n) for n in VARIANT)) for p in rows["point"]
+        ])  # fmt: skip
+        for name in ("node", "code_hash", "source", "boundary"):
+            mine &= (rows[name] == comparison.pairs[name].iloc[0]).to_numpy()
+        part = fittable(rows[mine & (rows["cache_state"] == state).to_numpy()])
+        vary = [n for n in ("world", "arm", "exchange", "queries", "region") if len(set(map(str, part[n]))) > 1]
+        models.append(fit_model(part, terms, vary=vary))
+    tp, cp = models
+    peers = PEER_US[cp.template.exchange or "collective"]
+    return tp, assume(cp, {"peers": peers}) if "peers" in cp.fit.unidentified else cp
+
+
 def shifted(model: CostModel, term: str, add: float = 0.0, times: float = 1.0) -> CostModel:
     """A model with one term changed: `times` the estimate plus `add`, not below 0; for what-if questions.
 
@@ -541,12 +577,13 @@ def shifted(model: CostModel, term: str, add: float = 0.0, times: float = 1.0) -
     return dataclasses.replace(model, fit=dataclasses.replace(model.fit, values=values))
 
 
-def movers(tp: CostModel, cp: CostModel, batch: int) -> list[str]:
+def movers(tp: CostModel, cp: CostModel, batch: int, wide: tuple[CostModel, CostModel] | None = None) -> list[str]:
     """What moves break-even over context at one batch, in plain words; best estimates, without bands.
 
     Args:
         tp, cp: fitted models of one comparison.
         batch: requests.
+        wide: of `across_worlds`, for other numbers of ranks; None makes do with `tp` and `cp`.
     """
 
     def at(a: CostModel, z: CostModel, **changes: Any) -> str:
@@ -575,10 +612,10 @@ def movers(tp: CostModel, cp: CostModel, batch: int) -> list[str]:
     world = 2 * cp.template.world
     if heads % world == 0 or world % heads == 0:
         prior = PEER_US[cp.template.exchange or "collective"]
-        wide = assume(cp, {"peers": prior}) if "peers" in cp.fit.unidentified else cp
+        other = wide or (tp, assume(cp, {"peers": prior}) if "peers" in cp.fit.unidentified else cp)
         say(
             f"P = {world}",
-            at(tp, wide, world=world),
+            at(*other, world=world),
             f" (bytes known; {prior.mean:g} ± {prior.deviation:g} us a further peer assumed)",
         )
     return lines

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,15 +19,17 @@ import numpy as np
 
 from m3cp import traffic
 from m3cp.frames import LABEL, groups, measurement_noise, missing, require_same, timed
-from m3cp.leastsq import Fit, solve, structure
+from m3cp.leastsq import Fit, loss, solve, structure
 from m3cp.shapes import Point, require
 from m3cp.shard import Shard
-from m3cp.terms import TERMS, Kernels, Load, kernels
+from m3cp.terms import TERMS, Kernels, Load, choice
 
 TWO_TERMS = ("launch", "bytes")
-ALL_TERMS = tuple(TERMS)
+ALL_TERMS = tuple(name for name in TERMS if name != "bend")
+# Shapes that no row tells directly; those that leave the least are taken.
 RAMP_MB = tuple(1.25 * 2.0**i for i in range(6))  # 1.25 to 40 MB: where half of the ramp has been paid
-SHAPING = ("steps", "depth", "ramp", "exchange", "rows")  # where rows allow few parameters, the best of these comes first
+WAVE_PER_UNIT = (2, 3, 4)  # blocks under way in a compute unit
+SHAPING = ("steps", "over256", "depth", "ramp", "exchange", "rows")  # where rows allow few parameters, the best of these comes first
 
 
 @functools.lru_cache(maxsize=65_536)
@@ -221,6 +224,8 @@ class CostModel:
         """One line a term: name, meaning, value, 95% interval, unit, note."""
         lines = []
         for i, name in enumerate(self.fit.names):
+            if name == "bend":
+                continue
             note = self.fit.unidentified.get(name, "")
             if name in self.assumed:
                 lines.append({"term": name, "meaning": TERMS[name].meaning, "value": self.assumed[name].mean, "low": 0.0,
@@ -292,7 +297,9 @@ def fit_model(frame, terms: Sequence[str] = TWO_TERMS, vary: Sequence[str] = ())
     label["source"] = rows["source"].iloc[0]
     label["arm"] = "cp" if "arm" in vary else rows["arm"].iloc[0]
     state = rows["cache_state"].iloc[0]
-    how = kernels(label["arm"], label["form"], int(rows["units"].iloc[0]), RAMP_MB[0], _llc_mb(rows) if state == "warm" else 0.0)
+    units = int(rows["units"].iloc[0])
+    kind = choice(label["arm"], label["form"], units)
+    how = Kernels(kind, 0 if kind == "unknown" else units, RAMP_MB[0], _llc_mb(rows) if state == "warm" else 0.0)
     order = [name for name in ALL_TERMS if name in terms and TERMS[name].applies(label["arm"], how)]
     columns = dict(zip(order, _design(points, how, tuple(order)).T, strict=True))
     read = np.array([load(p).mb for p in points])
@@ -301,20 +308,41 @@ def fit_model(frame, terms: Sequence[str] = TWO_TERMS, vary: Sequence[str] = ())
     if most < len(order):
         first = [name for name in order if name in ("launch", "bytes", "beyond")]
         orders += [[*first, name, *(n for n in order if n not in (*first, name))] for name in SHAPING if name in order]
-    noise, best = measurement_noise(rows), None
-    for ramp_mb in RAMP_MB if "ramp" in order else RAMP_MB[:1]:
-        if "ramp" in order:
-            columns["ramp"] = read / (read + ramp_mb)
+    waves = WAVE_PER_UNIT if "wave" in order else (1,)
+    ramps = RAMP_MB if "ramp" in order else RAMP_MB[:1]
+
+    def shaped(name: str, **shape: Any) -> np.ndarray:
+        return _design(points, how._replace(**shape), (name,))[:, 0] if name in order else np.empty(0)
+
+    by_wave = [(how.wave_blocks * w, shaped("wave", wave_blocks=how.wave_blocks * w)) for w in waves]
+    by_ramp = [(mb, shaped("ramp", ramp_mb=mb)) for mb in ramps]
+    tried = []
+    for (wave_blocks, wave), (ramp_mb, ramp) in itertools.product(by_wave, by_ramp):
+        columns.update((n, c) for n, c in (("wave", wave), ("ramp", ramp)) if n in order)
         for names in orders:
             fitted = {name: columns[name] for name in names}
-            found = solve(fitted, times, noise=noise, most=most, chosen=int("ramp" in order))
-            loss = float(np.sum(found.residuals**2))
-            if best is None or loss < best[0] * (1 - 1e-9):
-                best = (loss, found, ramp_mb)
-    _, found, ramp_mb = best
+            left = loss(fitted, times, most)
+            tried.append((left, len(tried), how._replace(wave_blocks=wave_blocks, ramp_mb=ramp_mb), fitted))
+    _, _, how, fitted = min(tried)
+    if "ramp" in fitted:  # the sizes tried are a factor of two apart: refine
+        from scipy import optimize
+
+        def left_at(log_mb: float) -> float:
+            return loss({**fitted, "ramp": read / (read + math.exp(log_mb))}, times, most)
+
+        span = [math.log(v) for v in (max(RAMP_MB[0], how.ramp_mb / 2), min(RAMP_MB[-1], how.ramp_mb * 2))]
+        found = optimize.minimize_scalar(left_at, bounds=span, method="bounded", options={"xatol": 0.02})
+        if found.fun < min(tried)[0]:
+            how = how._replace(ramp_mb=float(f"{math.exp(found.x):.4g}"))
+            fitted = {**fitted, "ramp": read / (read + how.ramp_mb)}
+
+    def bent(values: dict[str, float]) -> dict[str, np.ndarray]:
+        return {"bend": read / (read + how.ramp_mb) ** 2} if values.get("ramp") else {}
+
+    found = solve(fitted, times, noise=measurement_noise(rows), most=most, tangents=bent)
     template = next((p for p in points if p.arm == label["arm"]), points[0])
     return CostModel(
-        label, found.names, found, template, state, how._replace(ramp_mb=ramp_mb),
+        label, found.names, found, template, state, how,
         {
             "context_tokens": (float(rows["context_tokens"].min()), float(rows["context_tokens"].max())),
             "batch": (float(rows["batch"].min()), float(rows["batch"].max())),

@@ -12,8 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from m3cp.crossover import Comparison, arm_frames, break_even_model
-from m3cp.fit import ALL_TERMS, TWO_TERMS, CostModel, fit_model
+from m3cp.crossover import (
+    Comparison,
+    across_worlds,
+    arm_frames,
+    break_even_model,
+    comparisons,
+    grids,
+    movers,
+    tokens_about,
+)
+from m3cp.fit import ALL_TERMS, TWO_TERMS, CostModel, fit_model, fittable
 from m3cp.frames import LABEL, split, timed
 from m3cp.shapes import require
 
@@ -40,9 +49,7 @@ def held_out(rows, by: str, terms: Sequence[str] = ALL_TERMS):
     import pandas
 
     require("by", by, by in HELD_OUT, f"one of {', '.join(HELD_OUT)}")
-    read = timed(rows)
-    read = read[read["bytes_read"] > 0]
-    lines = []
+    read, lines = fittable(timed(rows)), []
     for value in sorted(set(read[by])):
         train, test = read[read[by] != value], read[read[by] == value]
         if len(set(train["distinct_bytes_read"])) < 3:
@@ -82,7 +89,7 @@ def error_table(frame, terms: Sequence[str] = ALL_TERMS):
     lines = []
     for values, rows in split(timed(frame), [n for n in LABEL if n != "mix"]).items():
         label = dict(zip([n for n in LABEL if n != "mix"], values, strict=True))
-        read = rows[rows["bytes_read"] > 0]
+        read = fittable(rows)
         if label["arm"] == "page_read" or len(read) < 4 or len(set(read["distinct_bytes_read"])) < 3:
             continue
         model, line = (
@@ -122,52 +129,37 @@ def differences(comparison: Comparison, terms: Sequence[str] = ALL_TERMS):
 
     Returns:
         A frame with context_tokens, batch, measured_us, in_sample_us, held_out_us (NaN where nothing can be left
-        out), allowed_us (the larger of 0.5 us and a tenth), in_sample_ok, held_out_ok.
+        out), beyond (the context left out is the shortest or the longest: held out is extrapolated), allowed_us (the
+        larger of 0.5 us and a tenth), in_sample_ok, held_out_ok.
     """
     import pandas
 
-    tp, cp = arm_frames(comparison)
-    lines, models = [], (fit_model(tp, terms), fit_model(cp, terms))
-    centres = {
-        a.at: a.value
-        for a in (*break_even_model(*models, sorted(set(comparison.pairs["batch"])), draws=50), *comparison.measured)
-        if a.value
-    }
+    arms = [fittable(arm) for arm in arm_frames(comparison)]
+    models = tuple(fit_model(arm, terms) for arm in arms)
+    batches = sorted(set(comparison.pairs["batch"]))
+    answers = (*break_even_model(*models, batches, draws=50), *comparison.measured)
+    centres = {a.at: a.value for a in answers if a.value}
+    low, high = (f(f(arm["context_tokens"]) for arm in arms) for f in (min, max))
     left_out: dict[int, tuple[CostModel, CostModel] | None] = {}
+    lines = []
     for _, pair in comparison.pairs.iterrows():
         context, batch = int(pair["context_tokens"]), int(pair["batch"])
         centre = centres.get(batch)
-        if not pair["read"] or not centre or not centre / NEAR <= context <= centre * NEAR:
+        if not pair["read"] or pair["evicted"] or not centre or not centre / NEAR <= context <= centre * NEAR:
             continue
         if context not in left_out:
-            rest = [arm[(arm["context_tokens"] != context) & (arm["bytes_read"] > 0)] for arm in (tp, cp)]
+            rest = [arm[arm["context_tokens"] != context] for arm in arms]
             enough = all(len(set(arm["distinct_bytes_read"])) > 2 for arm in rest)
             left_out[context] = tuple(fit_model(arm, terms) for arm in rest) if enough else None
-        inside = _difference(models, context, batch)
+        measured, inside = float(pair["delta_us"]), _difference(models, context, batch)
         outside = _difference(left_out[context], context, batch) if left_out[context] else math.nan
-        allowed = max(DIFFERENCE_US, DIFFERENCE_SHARE * abs(pair["delta_us"]))
-        lines.append(
-            (
-                context,
-                batch,
-                pair["delta_us"],
-                inside,
-                outside,
-                allowed,
-                abs(inside - pair["delta_us"]) <= allowed,
-                abs(outside - pair["delta_us"]) <= allowed,
-            )
-        )
-    names = [
-        "context_tokens",
-        "batch",
-        "measured_us",
-        "in_sample_us",
-        "held_out_us",
-        "allowed_us",
-        "in_sample_ok",
-        "held_out_ok",
-    ]
+        allowed = max(DIFFERENCE_US, DIFFERENCE_SHARE * abs(measured))
+        lines.append({
+            "context_tokens": context, "batch": batch, "measured_us": measured, "in_sample_us": inside, "held_out_us": outside,
+            "beyond": context in (low, high), "allowed_us": allowed, "in_sample_ok": abs(inside - measured) <= allowed,
+            "held_out_ok": abs(outside - measured) <= allowed,
+        })  # fmt: skip
+    names = ["context_tokens", "batch", "measured_us", "in_sample_us", "held_out_us", "beyond", "allowed_us", "in_sample_ok", "held_out_ok"]
     return pandas.DataFrame.from_records(lines, columns=names)
 
 
@@ -178,100 +170,131 @@ def _difference(models: tuple[CostModel, CostModel], context: int, batch: int) -
 
 @dataclass(frozen=True)
 class Target:
-    """One aim of the model: what it is, what it came to, what was allowed, and whether it was met (None: no data)."""
+    """One aim of the model.
+
+    Args:
+        name: what is aimed at.
+        value: what it came to; NaN without data.
+        allowed: the largest value that meets it.
+        met: None where there are no data to judge by.
+        note: what to know about the value, in words.
+    """
 
     name: str
     value: float
     allowed: float
     met: bool | None
+    note: str = ""
+
+    @property
+    def word(self) -> str:
+        """The verdict: met, MISSED, or not judged."""
+        return {True: "met", False: "MISSED", None: "not judged"}[self.met]
 
     @property
     def text(self) -> str:
         """The aim as a line."""
-        word = {True: "met", False: "MISSED", None: "no data"}[self.met]
-        return f"{self.name}: {self.value:.3g} (allowed {self.allowed:.3g}), {word}"
+        return f"{self.name}: {self.value:.3g} (allowed {self.allowed:.3g}), {self.word}{'; ' + self.note if self.note else ''}"
 
 
 def targets(comparison: Comparison, terms: Sequence[str] = ALL_TERMS) -> list[Target]:
-    """The aims of the cost model for one comparison: each arm, the difference near break-even, break-even itself."""
-    tp, cp = arm_frames(comparison)
-    models, found = (fit_model(tp, terms), fit_model(cp, terms)), []
+    """The aims of the cost model for one comparison: each arm, the difference near break-even, break-even itself.
+
+    Break-even is judged where its measured neighbours lie within a factor of two: further apart, the interpolated value
+    is no better known than the modelled one.
+    """
+    models, found = tuple(fit_model(fittable(arm), terms) for arm in arm_frames(comparison)), []
     for model in models:
         error = float(np.median(np.abs(model.fit.residuals)))
-        found.append(Target(f"{model.arm}: median error of a row", error, ARM_ERROR, error <= ARM_ERROR))
+        found.append(Target(f"{model.arm}: median error of a row", error, ARM_ERROR, error <= ARM_ERROR, f"worst {model.fit.worst:.1%}"))
     near = differences(comparison, terms)
-    for name, column in (("in sample", "in_sample_us"), ("context held out", "held_out_us")):
-        share = (near[column] - near["measured_us"]).abs() / near["allowed_us"]
+    for name, column, rows in (
+        ("in sample", "in_sample_us", near),
+        ("context held out", "held_out_us", near[~near["beyond"]]),
+        ("context held out at an end of the range", "held_out_us", near[near["beyond"]]),
+    ):
+        share = (rows[column] - rows["measured_us"]).abs() / rows["allowed_us"]
         share = share[np.isfinite(share)]
-        worst = float(share.max()) if len(share) else math.nan
-        found.append(
-            Target(
-                f"difference near break-even, {name}: worst error over what is allowed",
-                worst,
-                1.0,
-                worst <= 1.0 if len(share) else None,
-            )
-        )
+        if len(share):
+            worst = float(share.max())
+            judged = None if name.endswith("range") else worst <= 1.0
+            note = f"{int((share <= 1).sum())} of {len(share)} points within" + (", extrapolated" if judged is None else "")
+            found.append(Target(f"CP - TP near break-even, {name}: worst error over what is allowed", worst, 1.0, judged, note))
     modelled = {a.at: a for a in break_even_model(*models, sorted(set(comparison.pairs["batch"])), draws=50)}
     for answer in comparison.measured:
         if answer.value and modelled[answer.at].value and answer.answer == "crosses":
             error = abs(modelled[answer.at].value / answer.value - 1)
-            found.append(
-                Target(
-                    f"break-even at batch {answer.at:.0f}: error against the measured one",
-                    error,
-                    BREAK_EVEN_ERROR,
-                    error <= BREAK_EVEN_ERROR,
-                )
-            )
+            sparse = answer.bracket[1] > 2 * answer.bracket[0]
+            there = _difference(models, round(answer.value), int(answer.at))
+            note = f"modelled CP - TP there {there:+.2f} us"
+            note += f"; neighbours {tokens_about(answer.bracket[0])} and {tokens_about(answer.bracket[1])} too far apart" if sparse else ""
+            met = None if sparse else error <= BREAK_EVEN_ERROR
+            found.append(Target(f"break-even at batch {answer.at:.0f}: error against the measured one", error, BREAK_EVEN_ERROR, met, note))
     return found
 
 
 def markdown(frame, terms: Sequence[str] = ALL_TERMS) -> str:
-    """The error table of `error_table` as Markdown, in percent; what `m3cp fit --errors` prints."""
+    """The error table of `error_table` as Markdown, a line an arm, in percent: median and worst, a straight line's in brackets."""
     table = error_table(frame, terms)
-    lines = [
-        "| arm | left out | rows | model: median, worst | straight line: median, worst |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for _, row in table.iterrows():
-        kind = "/".join(str(row[k]) for k in ("arm", "form", "exchange", "queries") if isinstance(row[k], str))
-        state = (
-            f"{kind} P={row['world']} {row['dtype']}"
-            + (f" q{row['query_len']}" if row["query_len"] > 1 else "")
-            + f" {row['cache_state']}"
-        )
-        show = [
-            f"{100 * row[f'{n}_median']:.1f}%, {100 * row[f'{n}_worst']:.0f}%"
-            if np.isfinite(row[f"{n}_median"])
-            else "-"
-            for n in ("model", "line")
-        ]
-        lines.append(f"| {state} | {row['held_out'].replace('_tokens', '')} | {row['rows']} | {show[0]} | {show[1]} |")
+    kinds = {"nothing": "in sample", "batch": "batch left out", "context_tokens": "context left out", "mix": "mix left out"}
+    lines = [f"| arm | rows | {' | '.join(kinds.values())} |", "| --- " * (2 + len(kinds)) + "|"]
+    state = ["arm", "form", "exchange", "queries", "world", "dtype", "query_len", "cache_state"]
+    for values, part in split(table, state).items():
+        label = dict(zip(state, values, strict=True))
+        name = "/".join(str(label[k]) for k in ("arm", "form", "exchange", "queries") if label[k])
+        name += f" P={label['world']} {label['dtype']}" + (f" q{label['query_len']}" if label["query_len"] > 1 else "") + f" {label['cache_state']}"
+        cells = []
+        for kind in kinds:
+            row = part[part["held_out"] == kind]
+            cells.append(_cell(row.iloc[0]) if len(row) else "-")
+        lines.append(f"| {name} | {part['rows'].max()} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def _cell(row: Any) -> str:
+    model, line = (
+        f"{100 * row[f'{n}_median']:.1f}%, {100 * row[f'{n}_worst']:.0f}%" if np.isfinite(row[f"{n}_median"]) else "-" for n in ("model", "line")
+    )
+    return f"{model} ({line})"
+
+
 def main(run: str = "") -> list[str]:
-    """What `m3cp fit --errors` does: the error tables, the aims, and what moves the line; returns the lines to print.
+    """What `m3cp fit --errors` does: error tables, aims, break-even, what moves it, and other numbers of ranks, as Markdown.
 
     Raises:
         ValueError, FileNotFoundError: in words, as the functions called do.
     """
-    from m3cp.crossover import comparisons, grids, movers
     from m3cp.frames import load_run
 
     loaded = load_run(run)
-    lines = [f"Errors of the cost model on {loaded.name}", "", markdown(loaded.frame)]
+    lines = [f"Errors of the cost model on {loaded.name}: median and worst of a row, a straight line's in brackets", "", markdown(loaded.frame)]
     for comparison in grids(comparisons(loaded.frame, ALL_TERMS, draws=100)):
-        lines += ["", comparison.name]
+        lines += ["", f"### {comparison.name}", ""]
         if comparison.tp is None or comparison.cp is None:
-            lines.append("  too few sizes for a fit")
+            lines.append("Too few sizes for a fit.")
             continue
         if min(len(comparison.tp.fit.residuals), len(comparison.cp.fit.residuals)) >= 4:
-            lines += [f"  {target.text}" for target in targets(comparison)]
-        lines += [f"  {answer.text}" for answer in (*comparison.measured, *comparison.model)]
-        known = [int(a.at) for a in comparison.model if a.answer == "crosses"] or [
-            int(b) for b in comparison.pairs["batch"]
-        ]
-        lines += [f"  {line}" for line in movers(comparison.tp, comparison.cp, known[len(known) // 2])]
+            lines += ["| aim | came to | allowed | verdict | |", "| --- | --- | --- | --- | --- |"]
+            lines += [f"| {t.name} | {t.value:.3g} | {t.allowed:.3g} | {t.word} | {t.note} |" for t in targets(comparison)]
+            lines.append("")
+        for model in comparison.models:
+            left = model.structure or "none found"
+            out = f"; {model.evicted} rows behind an evicting read left out" if model.evicted else ""
+            lines.append(f"- {model.arm}: worst error of a row {model.fit.worst:.1%}, structure left in the residuals: {left}{out}")
+        lines += [f"- {answer.text}" for answer in (*comparison.measured, *comparison.model)]
+        known = [int(a.at) for a in comparison.model if a.answer == "crosses"] or [int(b) for b in comparison.pairs["batch"]]
+        batch, wide = known[len(known) // 2], across_worlds(loaded.frame, comparison)
+        lines += [f"- {line}" for line in movers(comparison.tp, comparison.cp, batch, wide)]
+        lines += ["", *_other_worlds(wide, batch)]
+    return lines
+
+
+def _other_worlds(wide: tuple[CostModel, CostModel], batch: int) -> list[str]:
+    """A Markdown table of what is predicted at 4 and 8 ranks, with 95% intervals and what they assume."""
+    lines = ["| P, context, batch | TP, predicted us | CP, predicted us | |", "| --- | --- | --- | --- |"]
+    for world in (4, 8):
+        for context in (8192, 32_768, 131_072):
+            found = [model.predict(model.point(context, batch, world=world)) for model in wide]
+            us = [f"{p.us:.1f} ({p.low_us:.1f} to {p.high_us:.1f})" for p in found]
+            lines.append(f"| {world}, {tokens_about(context)}, {batch} | {us[0]} | {us[1]} | {found[1].assumed or 'measured worlds'} |")
     return lines

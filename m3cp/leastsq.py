@@ -7,7 +7,7 @@ this module says so instead of printing an interval that means nothing. scipy is
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -98,7 +98,7 @@ def solve(
     nonnegative: bool = True,
     noise: float = 0.0,
     most: int | None = None,
-    chosen: int = 0,
+    tangents: Callable[[Mapping[str, float]], Mapping[str, np.ndarray]] | None = None,
 ) -> Fit:
     """Fit `observed = sum of value * column` with scaled columns, identifiability, and 95% intervals.
 
@@ -113,12 +113,73 @@ def solve(
         noise: known (relative) standard deviation of an observation; the spread is at least this. It is the only
             source of uncertainty when there are no more observations than parameters.
         most: parameters to fit at most; later columns are reported as not identified. None: as many as observations.
-        chosen: parameters chosen outside of this fit, such as a shape; they cost degrees of freedom.
+        tangents: for shapes that were chosen outside of this fit: given the estimates, how the prediction moves with
+            each shape, by name. They become parameters of value 0 with a covariance, behind the others: a shape costs a
+            degree of freedom, and intervals and draws allow for its having been chosen.
 
     Raises:
         ValueError: no observation, lengths that differ, values that are not finite, or nothing identified.
     """
-    from scipy import optimize, stats
+    from scipy import stats
+
+    names, y, scaled, scale, kept, unidentified, best, weight = _fitted(columns, observed, relative, nonnegative, most)
+    a, b = scaled[:, kept] * weight[:, None], y * weight
+    bent = tangents({names[i]: v / scale[i] for i, v in zip(kept, best, strict=True)}) if tangents else {}
+    wide = np.column_stack([a, *(column * weight for column in bent.values())])
+    own = np.arange(wide.shape[1]) < len(kept)
+
+    weighted = b - a @ best
+    active = np.concatenate([best != 0 if nonnegative and best.any() else np.ones(len(kept), bool), np.ones(len(bent), bool)])
+    freedom = max(0, len(y) - int(active.sum()))
+    spread = max(math.sqrt(float(weighted @ weighted) / freedom) if freedom > 0 else 0.0, noise)
+
+    # Intervals come from the fit without bounds: it covers a true value of 0, and one-sided after clipping.
+    free = np.linalg.lstsq(a, b, rcond=None)[0]
+    left = max(0, len(y) - wide.shape[1])
+    miss = b - a @ free
+    sigma = max(math.sqrt(float(miss @ miss) / left) if left > 0 else 0.0, noise)
+    t = stats.t.ppf(0.975, left) if left > 0 else stats.norm.ppf(0.975)
+    half = t * sigma * np.sqrt(np.diag(np.linalg.pinv(wide.T @ wide)))
+    low, high = free - half[own], free + half[own]
+    if nonnegative:
+        low, high = np.clip(low, 0, None), np.clip(np.maximum(high, best), 0, None)
+
+    solver = np.zeros((wide.shape[1], len(y)))
+    solver[active] = np.linalg.pinv(wide[:, active])
+    leverage = np.einsum("ij,ji->i", wide[:, active], solver[active])
+
+    places = [*kept, *range(len(names), len(names) + len(bent))]
+    sizes = np.concatenate([scale[kept], np.ones(len(bent))])
+    every = (*names, *bent)
+
+    def whole(part: np.ndarray, extra: np.ndarray) -> np.ndarray:
+        full = np.full(len(every), math.nan)
+        full[places] = np.concatenate([part, extra]) / sizes
+        return full
+
+    drawn = np.zeros((len(every), len(y)))
+    drawn[places] = solver / sizes[:, None]
+    fitted = scaled[:, kept] @ best
+    residuals = (y - fitted) / (np.where(fitted > 0, fitted, y) if relative else 1.0)
+    none, reach = np.zeros(len(bent)), half[~own]
+    total = float(np.sum((y - y.mean()) ** 2))
+    r2 = 1.0 - float(np.sum((y - fitted) ** 2)) / total if total > 0 else 1.0
+    return Fit(
+        every, whole(best, none), whole(low, -reach), whole(high, reach), drawn @ drawn.T * spread**2, unidentified, relative, spread,
+        freedom, residuals, r2, float(np.abs(residuals).max()), drawn, leverage,
+    )  # fmt: skip
+
+
+def loss(columns: Mapping[str, np.ndarray], observed: Sequence[float], most: int | None = None) -> float:
+    """Sum of squared relative residuals of `solve` with the same arguments: what a choice of shapes is made by."""
+    _, y, scaled, _, kept, _, best, _ = _fitted(columns, observed, True, True, most)
+    fitted = scaled[:, kept] @ best
+    return float(np.sum(((y - fitted) / np.where(fitted > 0, fitted, y)) ** 2))
+
+
+def _fitted(columns: Mapping[str, np.ndarray], observed: Sequence[float], relative: bool, nonnegative: bool, most: int | None):
+    """(names, observations, scaled design, its scale, columns kept, why the others are not, scaled estimates, weights)."""
+    from scipy import optimize
 
     names = tuple(columns)
     y = np.asarray(observed, dtype=float)
@@ -138,88 +199,40 @@ def solve(
     kept, unidentified = _identified(scaled * weight[:, None], names, min(len(y), most or len(y)))
     if not kept:
         raise ValueError(f"columns={names}: the data identify none of them ({unidentified})")
-
-    bounds = (0.0 if nonnegative else -np.inf, np.inf)
     for again in range(2 if relative else 1):
         a, b = scaled[:, kept] * weight[:, None], y * weight
-        best = (
-            optimize.lsq_linear(a, b, bounds=bounds, method="bvls").x
-            if nonnegative
-            else np.linalg.lstsq(a, b, rcond=None)[0]
-        )
+        best = optimize.nnls(a, b)[0] if nonnegative else np.linalg.lstsq(a, b, rcond=None)[0]
         if relative and not again:
             guess = scaled[:, kept] @ best
             weight = 1.0 / np.where(guess > 0, guess, y)
-    a, b = scaled[:, kept] * weight[:, None], y * weight
-    best = optimize.lsq_linear(a, b, bounds=bounds, method="bvls").x if nonnegative else best
     best = np.where(best < 1e-12 * max(1e-300, np.abs(best).max()), 0.0, best) if nonnegative else best
-
-    weighted = b - a @ best
-    active = best != 0 if nonnegative else np.ones(len(kept), bool)
-    active = active if active.any() else np.ones(len(kept), bool)
-    freedom = max(0, len(y) - int(active.sum()) - chosen)
-    spread = max(math.sqrt(float(weighted @ weighted) / freedom) if freedom > 0 else 0.0, noise)
-
-    # Intervals come from the fit without bounds: it covers a true value of 0, and one-sided after clipping.
-    free = np.linalg.lstsq(a, b, rcond=None)[0]
-    inverse = np.linalg.pinv(a.T @ a)
-    left = max(0, len(y) - len(kept) - chosen)
-    miss = b - a @ free
-    sigma = max(math.sqrt(float(miss @ miss) / left) if left > 0 else 0.0, noise)
-    half = (stats.t.ppf(0.975, left) if left > 0 else stats.norm.ppf(0.975)) * sigma * np.sqrt(np.diag(inverse))
-    low, high = free - half, free + half
-    if nonnegative:
-        low, high = np.clip(low, 0, None), np.clip(np.maximum(high, best), 0, None)
-
-    solver = np.zeros((len(kept), len(y)))
-    solver[active] = np.linalg.pinv(a[:, active])
-    leverage = np.einsum("ij,ji->i", a[:, active], solver[active])
-    spreadable = solver @ solver.T * spread**2
-
-    def whole(part: np.ndarray, missing: float) -> np.ndarray:
-        full = np.full(len(names), missing)
-        full[kept] = part / scale[kept]
-        return full
-
-    covariance = np.zeros((len(names), len(names)))
-    covariance[np.ix_(kept, kept)] = spreadable / np.outer(scale[kept], scale[kept])
-    drawn = np.zeros((len(names), len(y)))
-    drawn[kept] = solver / scale[kept][:, None]
-    fitted = scaled[:, kept] @ best
-    residuals = (y - fitted) / (np.where(fitted > 0, fitted, y) if relative else 1.0)
-    total = float(np.sum((y - y.mean()) ** 2))
-    r2 = 1.0 - float(np.sum((y - fitted) ** 2)) / total if total > 0 else 1.0
-    return Fit(
-        names, whole(best, math.nan), whole(low, math.nan), whole(high, math.nan), covariance, unidentified, relative, spread, freedom,
-        residuals, r2, float(np.abs(residuals).max()), drawn, leverage,
-    )  # fmt: skip
+    return names, y, scaled, scale, kept, unidentified, best, weight
 
 
 def _identified(design: np.ndarray, names: Sequence[str], most: int) -> tuple[list[int], dict[str, str]]:
     """Positions of columns that are no combination of earlier ones, and why the others are left out."""
     kept: list[int] = []
     why: dict[str, str] = {}
+    basis = np.empty((len(design), 0))  # orthonormal, of the columns kept
     for i, name in enumerate(names):
         column = design[:, i]
         size = float(np.linalg.norm(column))
         if size == 0.0:
             why[name] = "zero in every row"
             continue
-        if kept:
-            basis = design[:, kept]
-            rest = column - basis @ np.linalg.lstsq(basis, column, rcond=None)[0]
-            if float(np.linalg.norm(rest)) < 1e-6 * size:
-                near = max(kept, key=lambda k: abs(float(design[:, k] @ column)) / float(np.linalg.norm(design[:, k])))
-                why[name] = (
-                    f"varies only together with {names[near]}"
-                    if len(kept) > 1
-                    else f"never varies apart from {names[near]}"
-                )
-                continue
+        rest = column - basis @ (basis.T @ column)
+        rest = rest - basis @ (basis.T @ rest)  # twice is enough
+        left = float(np.linalg.norm(rest))
+        if left < 1e-6 * size:
+            near = max(kept, key=lambda k: abs(float(design[:, k] @ column)) / float(np.linalg.norm(design[:, k])))
+            how = f"varies only together with {names[near]}" if len(kept) > 1 else f"never varies apart from {names[near]}"
+            why[name] = how
+            continue
         if len(kept) >= most:
             why[name] = "too few rows for another parameter"
             continue
         kept.append(i)
+        basis = np.column_stack([basis, rest / left])
     return kept, why
 
 

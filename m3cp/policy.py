@@ -9,6 +9,7 @@ rows of one code version. Outside the range that was measured it refuses in word
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -277,8 +278,6 @@ def _arm(values: Mapping[str, Any]) -> Arm:
 
 
 def _plain(policy: Policy) -> dict[str, Any]:
-    import dataclasses
-
     entries = [dataclasses.asdict(entry) for entry in policy.entries]
     for entry, values in zip(policy.entries, entries, strict=True):
         for arm in ("tp", "cp"):
@@ -474,10 +473,10 @@ def _uneven(point: Any) -> float:
 
 
 def _from_model(model: Any, numpy: Any) -> Arm:
-    """A cost model as plain numbers: the terms that its rows identified and that cost something."""
+    """A cost model as plain numbers: the terms that its rows identified and that cost something, or may."""
     from m3cp.fit import load
 
-    kept = [i for i, name in enumerate(model.terms) if name not in model.fit.unidentified and model.fit.usable[i] > 0]
+    kept = [i for i in range(len(model.terms)) if model.fit.usable[i] > 0 or model.fit.covariance[i, i] > 0]
     weights, vectors = numpy.linalg.eigh(model.fit.covariance[numpy.ix_(kept, kept)])
     upper = numpy.linalg.qr((vectors * numpy.sqrt(numpy.clip(weights, 0.0, None))).T, mode="r")  # covariance = upper' upper
     asked = load(model.template)
@@ -501,6 +500,7 @@ class Regret:
         always_tp, always_cp, policy, threshold: (share, low, high).
         steps: how many batches were judged; `refused` of them the policy refused (TP ran).
         near: only batches within 50% of break-even were judged.
+        truth: what they were judged by: "modelled", or "measured" rows.
     """
 
     always_tp: tuple[float, float, float]
@@ -511,6 +511,20 @@ class Regret:
     steps: int
     refused: int
     near: bool
+    truth: str = "modelled"
+
+    @property
+    def strategies(self) -> dict[str, tuple[float, float, float]]:
+        """{strategy: (share, low, high)}, in words."""
+        switch = f"threshold of {self.threshold_blocks} blocks"
+        return {"always TP": self.always_tp, "always CP": self.always_cp, "policy, per step": self.policy, switch: self.threshold}
+
+    @property
+    def table(self) -> list[str]:
+        """The strategies as a Markdown table."""
+        where = f"{self.steps} {self.truth} batches{' within 50% of break-even' if self.near else ''}"
+        lines = [f"| loss against the oracle, {where} | | 95% |", "| --- | --- | --- |"]
+        return lines + [f"| {k} | {100 * v:.2f}% | {100 * low:.2f} to {100 * high:.2f}% |" for k, (v, low, high) in self.strategies.items()]
 
     @property
     def best_constant(self) -> str:
@@ -526,22 +540,19 @@ class Regret:
     @property
     def text(self) -> str:
         """The verdict in words."""
-        name = self.best_constant.upper()
-        rows = ", ".join(
-            f"{label} {100 * v[0]:.2f}% (95% {100 * v[1]:.2f} to {100 * v[2]:.2f})"
-            for label, v in (
-                ("always TP", self.always_tp),
-                ("always CP", self.always_cp),
-                ("per step", self.policy),
-                (f"threshold {self.threshold_blocks} blocks", self.threshold),
-            )
-        )
+        rows = ", ".join(f"{k} {100 * v:.2f}% (95% {100 * low:.2f} to {100 * high:.2f})" for k, (v, low, high) in self.strategies.items())
         head = f"over {self.steps} steps{' within 50% of break-even' if self.near else ''}, loss against the oracle: {rows}"
         head += f"; {self.refused} steps were outside the policy's range and ran TP" if self.refused else ""
+        return f"{head}. {self.verdict}"
+
+    @property
+    def verdict(self) -> str:
+        """Whether deciding per step pays, in words."""
         if 2 * self.refused > self.steps:
-            return f"{head}. Most of them were not measured, so this is no verdict: sweep such lengths first."
-        verdict = "deciding per step pays" if self.needed else f"no policy is needed: always {name} does as well"
-        return f"{head}. {verdict[0].upper()}{verdict[1:]}."
+            return "Most of them were not measured, so this is no verdict: sweep such lengths first."
+        if self.needed:
+            return "Deciding per step pays."
+        return f"No policy is needed: always {self.best_constant.upper()} does as well."
 
 
 def regret(
@@ -581,16 +592,53 @@ def regret(
         design = _amounts(arm, judged, query_len, shape, dtype)
         costs.append(numpy.maximum(_drawn(arm, draws, rng) @ design.T, 1e-9))
     tp, cp = costs  # [draws, steps]
+    centre = numpy.array([policy.costs_us(b, world, dtype, query_len) for b in judged]).T
+    return _judged(policy, judged, tp, cp, centre, near, "modelled", (world, dtype, query_len))
+
+
+def regret_measured(policy: Policy, comparison: Any) -> Regret | None:
+    """`regret` over the batches that were measured within 50% of break-even, judged by their rows and not by a model.
+
+    The rows are those that the policy was fitted to; batches timed behind an evicting read are left out.
+
+    Args:
+        comparison: the uniform one of the policy's arm (`crossover.comparisons`).
+
+    Returns:
+        None where no measured batch lies so near.
+    """
+    import numpy
+
+    first = comparison.pairs.iloc[0]
+    key = (int(first["world"]), str(first["dtype"]), int(first["query_len"]))
+    kept = [
+        (batch, pair)
+        for _, pair in comparison.pairs.iterrows()
+        if pair["read"] and not pair["evicted"] and _near(policy, batch := [int(pair["context_tokens"])] * int(pair["batch"]), *key)
+    ]
+    if not kept:
+        return None
+    batches, pairs = [b for b, _ in kept], [p for _, p in kept]
+    centre = numpy.array([[p["tp_us"] for p in pairs], [p["cp_us"] for p in pairs]])
+    cp = centre[0] + numpy.stack([p["draws"] for p in pairs], axis=1)  # [draws, batches]
+    return _judged(policy, batches, numpy.broadcast_to(centre[0], cp.shape), cp, centre, True, "measured", key)
+
+
+def _judged(
+    policy: Policy, batches: Sequence[Sequence[int]], tp: Any, cp: Any, centre: Any, near: bool, truth: str, key: tuple[int, str, int]
+) -> Regret:  # fmt: skip
+    """Losses of the strategies where TP and CP cost `[draws, batches]`, in the middle `centre` `[2, batches]`."""
+    import numpy
+
     best = numpy.minimum(tp, cp).sum(axis=1)
-    threshold = policy.threshold_blocks(world, dtype, query_len, judged)
-    decided = [policy.decide(b, world, dtype, query_len) for b in judged]
+    threshold = policy.threshold_blocks(*key, batches)
+    decided = [policy.decide(b, *key) for b in batches]
     picks = {
-        "always_tp": numpy.zeros(len(judged), bool),
-        "always_cp": numpy.ones(len(judged), bool),
+        "always_tp": numpy.zeros(len(batches), bool),
+        "always_cp": numpy.ones(len(batches), bool),
         "policy": numpy.array([d.path == "cp" for d in decided]),
-        "threshold": numpy.array([sum(shape.blocks(n) for n in b) > threshold for b in judged]),
+        "threshold": numpy.array([sum(policy.shape.blocks(n) for n in b) > threshold for b in batches]),
     }
-    centre = [numpy.array([policy.costs_us(b, world, dtype, query_len)[i] for b in judged]) for i in (0, 1)]
     found = {}
     for name, pick in picks.items():
         loss = numpy.where(pick, cp, tp).sum(axis=1) / best - 1.0
@@ -598,8 +646,28 @@ def regret(
         low, high = numpy.percentile(loss, [2.5, 97.5])
         found[name] = (middle, float(min(low, middle)), float(max(high, middle)))
     return Regret(
-        **found, threshold_blocks=threshold, steps=len(judged), refused=sum(d.refused for d in decided), near=near
+        **found, threshold_blocks=threshold, steps=len(batches), refused=sum(d.refused for d in decided), near=near, truth=truth
     )
+
+
+def near_break_even(policy: Policy, world: int, dtype: str, query_len: int = 1) -> list[list[int]]:
+    """Uniform batches of the policy's range with contexts within 50% of break-even, at batches 1, 2, 4, ...
+
+    Eleven contexts a batch, from half of its break-even to one and a half of it; batches without one are left out.
+    """
+    entry, step = policy.entry(world, dtype, query_len), policy.shape.block_size * world
+    (low, high), found = entry.context_tokens, []
+    for batch in (2**i for i in range(entry.batch[1].bit_length()) if entry.batch[0] <= 2**i <= entry.batch[1]):
+        wins = []
+        for context in range(-(-low // step) * step, high + 1, step):
+            tp, cp = policy.costs_us([context] * batch, world, dtype, query_len)
+            wins.append((context, tp > cp))
+        last = max((c for c, won in wins if not won), default=None)
+        if last is None or last == wins[-1][0]:
+            continue
+        contexts = {round(last * (0.5 + 0.1 * i) / step) * step for i in range(11)}
+        found += [[c] * batch for c in sorted(contexts) if low <= c <= high]
+    return found
 
 
 def _amounts(arm: Arm, batches: Sequence[Sequence[int]], query_len: int, shape: IndexerShape, dtype: str) -> Any:
@@ -696,6 +764,15 @@ def static(
     )
 
 
+def _describes(policy: Policy, entry: Entry, comparison: Any) -> bool:
+    """Whether a comparison holds uniform rows of a policy's entry."""
+    from m3cp.frames import missing
+
+    first = comparison.pairs.iloc[0]
+    ways = all((None if missing(first[n]) else first[n]) == getattr(policy, n) for n in ("arm", "form", "exchange", "queries"))
+    return ways and first["mix"] == "uniform" and all(first[n] == getattr(entry, n) for n in ("world", "dtype", "query_len"))
+
+
 def main(run: str = "", out: Path | str | None = None, arm: str = "cp", exchange: str | None = None, queries: str | None = None, form: str | None = None,
          traffic: Path | str | None = None, trace: Path | str | None = None, world: int | None = None, dtype: str = "bf16", query_len: int = 1) -> list[str]:  # fmt: skip
     """What `m3cp policy` does: fit a run, write its policy, and answer for a traffic; returns the lines to print.
@@ -716,9 +793,8 @@ def main(run: str = "", out: Path | str | None = None, arm: str = "cp", exchange
     from m3cp.fit import ALL_TERMS
 
     loaded = frames.load_run(run)
-    made = from_comparisons(
-        crossover.comparisons(loaded.frame, ALL_TERMS, draws=50), loaded.name, arm, exchange, queries, form
-    )
+    found = crossover.comparisons(loaded.frame, ALL_TERMS, draws=200)
+    made = from_comparisons(found, loaded.name, arm, exchange, queries, form)
     path = made.save(out if out else frames.find_run(run) / f"policy_{arm}.json")
     lines = [
         f"policy of {loaded.name} for {'/'.join(v for v in (made.arm, made.form, made.exchange, made.queries) if v)}: {path}"
@@ -728,6 +804,14 @@ def main(run: str = "", out: Path | str | None = None, arm: str = "cp", exchange
             f"  P = {entry.world}, {entry.dtype}, {entry.query_len} query tokens: contexts {entry.context_tokens[0]} to {entry.context_tokens[1]}, batches "
             f"{entry.batch[0]} to {entry.batch[1]}; one threshold: {made.threshold_blocks(entry.world, entry.dtype, entry.query_len)} blocks"
         )
+        batches = near_break_even(made, entry.world, entry.dtype, entry.query_len)
+        if batches:
+            judged = regret(made, batches, entry.world, entry.dtype, entry.query_len, near=False)
+            lines += ["", *dataclasses.replace(judged, near=True).table, "", judged.verdict, ""]
+        same = [c for c in found if _describes(made, entry, c)]
+        measured = regret_measured(made, same[0]) if same else None
+        if measured:
+            lines += [*measured.table, "", measured.verdict, ""]
     if traffic and trace:
         raise ValueError("traffic and trace: give one of them")
     if traffic or trace:

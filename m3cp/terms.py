@@ -10,12 +10,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-# How the project's GPU kernels work, without importing them (a test compares what can be compared).
-CHOICE_BLOCKS = 256  # blocks that one program chooses from at once: fused.SEGMENT, candidates.CHUNK
-FOLDED_BLOCKS = 64  # up to so many, one launch sorts a quarter of the lanes: fused.best_codes
-PROGRAMS_PER_UNIT = 3  # of the persistent grid that scores: score.PROGRAMS_PER_UNIT, fused.PROGRAMS_PER_UNIT
-
-OURS = ("tp", "cp", "cp_local")  # arms whose steps are known; an engine's and a CPU's are not
+OURS = ("tp", "cp", "cp_local")  # arms whose GPU kernels' steps are known; an engine's and a CPU's are not
+CHUNK_BLOCKS = 256  # blocks that a program of the staged form or of the second launch chooses from at once
 
 
 class Load(NamedTuple):
@@ -51,26 +47,25 @@ class Kernels(NamedTuple):
     """What of the kernels and the machine shapes the amounts.
 
     Args:
-        choice: how rows are chosen: "chunks" (staged: a program walks the row's local blocks), "levels" (one launch:
-            a second level above 256 blocks), "passes" (two launches: a program walks all of the row's blocks), or
+        choice: how rows are chosen: "chunks" (staged: a program walks the row's local blocks), "levels" (one launch: the
+            code grows with the row's length), "passes" (two launches: a program walks all of the row's blocks), or
             "unknown" (engines, CPUs).
-        programs: of the persistent grid that scores; 0 where unknown.
+        wave_blocks: blocks that the programs of the grid score at once; 0 where unknown.
         ramp_mb: megabytes at which half of the ramp has been paid.
         llc_mb: megabytes that the last-level cache serves; 0 where rows are cold.
     """
 
     choice: str = "unknown"
-    programs: int = 0
+    wave_blocks: int = 0
     ramp_mb: float = 10.0
     llc_mb: float = 0.0
 
 
-def kernels(arm: str, form: str | None, units: int, ramp_mb: float = 10.0, llc_mb: float = 0.0) -> Kernels:
-    """The `Kernels` of an arm and form on a GPU of `units` compute units; 0 units is no GPU."""
+def choice(arm: str, form: str | None, units: int) -> str:
+    """`Kernels.choice` of an arm and form on a GPU of `units` compute units; 0 units is no GPU."""
     if arm not in OURS or not units:
-        return Kernels("unknown", 0, ramp_mb, llc_mb)
-    choice = {"staged": "chunks", "one_launch": "levels", "two_launch": "passes"}[form]
-    return Kernels(choice, PROGRAMS_PER_UNIT * units, ramp_mb, llc_mb)
+        return "unknown"
+    return {"staged": "chunks", "one_launch": "levels", "two_launch": "passes"}[form]
 
 
 class Term(NamedTuple):
@@ -83,18 +78,22 @@ class Term(NamedTuple):
 
 
 def _steps(load: Load, k: Kernels) -> float:
-    if k.choice == "levels":
-        return float(load.visible > CHOICE_BLOCKS)
-    if k.choice == "unknown":
-        return 0.0
-    return max(0, math.ceil((load.held if k.choice == "chunks" else load.visible) / CHOICE_BLOCKS) - 1)
+    # Half of a step's cost is its own, half its blocks': a half-full step took about three quarters of a full one on two
+    # H200 (TP at 48k, CP at 96k, P = 2).
+    full = (load.held if k.choice == "chunks" else load.visible) / CHUNK_BLOCKS
+    return (max(0, math.ceil(full) - 1) + max(0.0, full - 1)) / 2
 
 
 def _wave(load: Load, k: Kernels) -> float:
-    if not k.programs:
-        return 0.0
-    waves = load.blocks / k.programs
+    waves = load.blocks / k.wave_blocks
     return math.ceil(waves) - waves
+
+
+def _over(blocks: int) -> Term:
+    return Term(
+        "us", f"selection: a row of more than {blocks} blocks", lambda load, k: float(load.visible > blocks),
+        lambda arm, k: k.choice == "levels",
+    )  # fmt: skip
 
 
 def _exchanging(arm: str, k: Kernels) -> bool:
@@ -115,20 +114,23 @@ TERMS: dict[str, Term] = {
     ),
     "steps": Term(
         "us per step", "selection: steps one after another beyond the first 256 blocks of the longest row", _steps,
-        lambda arm, k: k.choice != "unknown",
+        lambda arm, k: k.choice in ("chunks", "passes"),
     ),
+    "over256": _over(256),
     "ramp": Term("us", "what small reads lose before bandwidth is reached", lambda load, k: load.mb / (load.mb + k.ramp_mb)),
     "exchange": Term("us", "the exchange between ranks, fixed part", lambda load, k: load.exchanges, _exchanging),
     "peers": Term("us/peer", "the exchange, per peer beyond the first", lambda load, k: load.peers, _exchanging),
     "payload": Term(
         "us per doubling", "the exchange, per doubling of the KiB sent", lambda load, k: math.log2(1.0 + load.sent_kib), _exchanging
     ),
-    "sort": Term(
-        "us", "selection: sorting more than 64 blocks", lambda load, k: float(load.visible > FOLDED_BLOCKS),
-        lambda arm, k: k.choice == "levels",
-    ),
-    "wave": Term("us per wave", "programs that idle in the last wave of blocks", _wave, lambda arm, k: k.programs > 0),
+    "over64": _over(64),
+    "over1024": _over(1024),
+    "wave": Term("us per wave", "programs that idle in the last wave of blocks", _wave, lambda arm, k: k.wave_blocks > 0),
     "rows": Term("us/row", "per query row", lambda load, k: load.rows),
     "row_heads": Term("us per row and head", "per query row and head scored", lambda load, k: load.rows * load.heads),
     "imbalance": Term("us per 1000 blocks", "blocks that the longest row has and the others have not", lambda load, k: load.short / 1000.0),
+    "bend": Term(
+        "us MB", "the ramp's size, chosen and not fitted: its share in the uncertainty", lambda load, k: load.mb / (load.mb + k.ramp_mb) ** 2,
+        lambda arm, k: False,
+    ),
 }  # fmt: skip

@@ -15,6 +15,13 @@ from m3cp.shapes import Point
 
 TP = {"launch": 4.0, "us_per_mb": 0.225, "depth": 0.15, "ramp": 3.5, "rows": 0.01}
 CP = {"launch": 5.6, "us_per_mb": 0.225, "depth": 0.15, "ramp": 3.5, "rows": 0.02}
+# Two machines whose kernels' steps are known: the staged form over a collective, and the one-launch form.
+GPUS = [{"name": "synthetic", "units": 132}] * 2
+PROVENANCE = {"code_hash": "synthetic000", "commit": "synthetic", "gpus": GPUS}
+STAGED_TP = {"launch": 6.0, "us_per_mb": 0.22, "steps": 2.3, "ramp": 3.0, "ramp_mb": 5.0, "wave": 0.8, "rows": 0.01}
+STAGED_CP = {**STAGED_TP, "launch": 19.5, "payload": 0.7}
+FUSED_TP = {"launch": 4.2, "us_per_mb": 0.22, "over256": 2.0, "ramp": 3.5, "ramp_mb": 10.0, "over64": 0.3, "wave": 0.7, "rows": 0.01}
+FUSED_CP = {**FUSED_TP, "launch": 5.5}
 CONTEXTS = (1024, 8192, 32768, 131072, 524288)
 BATCHES = (1, 8, 32, 64)
 
@@ -38,6 +45,14 @@ def truth_us(point: Point, truth: dict[str, float]) -> float:
     us += truth.get("ramp", 0.0) * megabytes / (megabytes + truth.get("ramp_mb", 10.0))
     if point.arm == "cp" and point.world > 1:
         us += truth.get("exchange", 0.0)
+    if "wave" in truth:
+        visible = -(-point.context_tokens // 128)
+        tiles, chunks = megabytes * 1e6 / 32_768 / 396, visible / ranks / 256
+        walked = (max(0, math.ceil(chunks) - 1) + max(0.0, chunks - 1)) / 2
+        us += truth.get("steps", 0.0) * walked + truth.get("over64", 0.0) * (visible > 64) + truth.get("over256", 0.0) * (visible > 256)
+        us += truth["wave"] * (math.ceil(tiles) - tiles)
+        if point.arm == "cp":  # a row's four heads of 16 eight-byte candidates, and two gathered queries of 128 x 2 bytes
+            us += truth.get("payload", 0.0) * math.log2(1 + rows * (4 * 16 * 8 + 2 * 256) / 1024)
     return us
 
 
@@ -69,17 +84,18 @@ def row(
 
 def rows(
     tp: dict[str, float] = TP, cp: dict[str, float] = CP, contexts=CONTEXTS, batches=BATCHES, world: int = 2, noise: float = 0.0,
-    seed: int = 0, mix: str = "uniform", jitter: float = 0.004, **changes,
+    seed: int = 0, mix: str = "uniform", jitter: float = 0.004, form: str = "staged", **changes,
 ) -> list[records.Row]:  # fmt: skip
     """Rows of arms tp and cp over a grid."""
     rng = np.random.default_rng(seed)
     found = []
     for context in contexts:
         for batch in batches:
-            base = Point(context, batch, mix=mix, world=world, max_context=2**20, form="staged")
+            base = Point(context, batch, mix=mix, world=world, max_context=2**20, form=form)
+            exchange = "collective" if form == "staged" else "symmetric"
             for point, truth in (
                 (base, tp),
-                (dataclasses.replace(base, arm="cp", exchange="collective", queries="gathered"), cp),
+                (dataclasses.replace(base, arm="cp", exchange=exchange, queries="gathered"), cp),
             ):
                 found.append(row(point, truth_us(point, truth), rng, noise, jitter=jitter, **changes))
     return found

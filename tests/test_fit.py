@@ -395,53 +395,72 @@ def test_find_run_prefers_local_then_recorded(tmp_path):
 
 # A planted truth: 200 synthetic nodes.
 
-PLANTED = {"launch": "launch", "bytes": "us_per_mb", "depth": "depth", "ramp": "ramp", "rows": "rows"}
+KEYS = {"bytes": "us_per_mb"}  # terms whose planted value has another name
+NODES = {  # form, truth of TP and of CP, what the rows name
+    "unknown kernels": ("staged", synthetic.TP, synthetic.CP, {}),
+    "staged": ("staged", synthetic.STAGED_TP, synthetic.STAGED_CP, {"provenance": synthetic.PROVENANCE}),
+    "one launch": ("one_launch", synthetic.FUSED_TP, synthetic.FUSED_CP, {"provenance": synthetic.PROVENANCE}),
+}
 
 
-@pytest.fixture(scope="module")
-def planted():
+@pytest.fixture(scope="module", params=NODES)
+def planted(request):
     """Coverage of each parameter and of break-even, and the width of its band, over 200 noisy copies of one node."""
-    contexts, batches, seeds, asked = (
-        (4096, 8192, 16_384, 32_768, 65_536, 131_072, 524_288),
-        (1, 2, 4, 8, 16, 32, 64),
-        200,
-        (1, 2),
-    )
-    frame = frames.table(synthetic.rows(contexts=contexts, batches=batches, jitter=0))
+    form, *truths, changes = NODES[request.param]
+    batches, seeds = (1, 2, 4, 8, 16, 32, 64), 200
+    contexts = (4096, 8192, 12_288, 16_384, 24_576, 32_768, 49_152, 65_536, 131_072, 524_288)
+    asked = {"staged": (8, 32), "one launch": (2, 4)}.get(request.param, (1, 2))  # where that node breaks even
+    frame = frames.table(synthetic.rows(*truths, contexts=contexts, batches=batches, jitter=0, form=form, **changes))
     clean = [frame[frame["arm"] == arm] for arm in ("tp", "cp")]
-    truths, inside, widths, true = (synthetic.TP, synthetic.CP), {}, {b: [] for b in asked}, {}
+    inside, widths, true = {}, {b: [] for b in asked}, {}
     grid = np.array(crossover.context_grid(2304, 2**20, 256), dtype=float)
+    templates = [rows["point"].iloc[0] for rows in clean]
     for batch in asked:
-        points = [Point(int(c), batch, world=2, max_context=2**20, form="staged") for c in grid]
-        others = [dataclasses.replace(p, arm="cp", exchange="collective", queries="gathered") for p in points]
-        delta = [
-            synthetic.truth_us(z, synthetic.CP) - synthetic.truth_us(a, synthetic.TP)
-            for a, z in zip(points, others, strict=True)
-        ]
-        true[batch] = float(crossover.crossings(grid, np.array(delta))[0])
+        tp, cp = (
+            np.array([synthetic.truth_us(dataclasses.replace(t, context_tokens=int(c), batch=batch), truth) for c in grid])
+            for t, truth in zip(templates, truths, strict=True)
+        )
+        true[batch] = float(crossover.crossings(grid, cp - tp)[0])
     for seed in range(seeds):
         rng, models = RNG(seed), []
         for rows, truth in zip(clean, truths, strict=True):
             us = rows["median_us"].to_numpy() * (1 + 0.01 * rng.standard_normal(len(rows)))
             models.append(fit.fit_model(rows.assign(median_us=us, samples_us=[[v] for v in us]), fit.ALL_TERMS))
-            for name, key in PLANTED.items():
-                low, high = models[-1].fit.interval(name)
-                inside[name] = inside.get(name, 0) + (low <= truth[key] <= high) / 2
+            for name in models[-1].terms:
+                if KEYS.get(name, name) in truth:
+                    low, high = models[-1].fit.interval(name)
+                    arms = 1 if name == "payload" else 2
+                    inside[name] = inside.get(name, 0) + (low <= truth[KEYS.get(name, name)] <= high) / arms
         for answer in crossover.break_even_model(*models, asked, draws=200, seed=seed):
             inside[answer.at] = inside.get(answer.at, 0) + (answer.low <= true[answer.at] <= answer.high)
             widths[answer.at].append((answer.high - answer.low) / answer.value)
+    expected = {n for n in fit.ALL_TERMS if any(KEYS.get(n, n) in truth for truth in truths)} | set(asked)
+    assert set(inside) == expected
     return {name: count / seeds for name, count in inside.items()}, {b: float(np.median(w)) for b, w in widths.items()}
 
 
 def test_95_percent_intervals_cover_between_91_and_98(planted):
     coverage, _ = planted
-    assert set(coverage) == {*PLANTED, 1, 2}
-    assert all(0.91 <= v <= 0.98 for v in coverage.values()), coverage
+    assert {name: v for name, v in coverage.items() if not 0.91 <= v <= 0.98} == {}
 
 
 def test_the_band_of_break_even_is_narrow(planted):
     _, widths = planted
-    assert all(w <= 0.25 for w in widths.values()), widths
+    assert {batch: w for batch, w in widths.items() if w > 0.25} == {}
+
+
+def test_rows_behind_an_evicting_read_stay_out_of_slopes():
+    rows = synthetic.rows(contexts=(4096, 8192, 32_768), jitter=0)
+    late = [
+        dataclasses.replace(r, evict_us=30.0, samples_us=[s + 2 for s in r.samples_us]) if r.point.context_tokens == 4096 else r
+        for r in rows
+    ]
+    without = [r for r in rows if r.point.context_tokens != 4096]
+    a, b = (fit.two_term_fits(frames.table(r))[0] for r in (late, without))
+    assert np.array_equal(a.fit.values, b.fit.values) and (a.evicted, b.evicted) == (4, 0)
+    assert crossover.pairs(frames.table(late)).set_index(["context_tokens", "batch"])["evicted"].sum() == 4
+    with pytest.raises(ValueError, match="8 were timed behind an evicting read"):
+        fit.fit_model(frames.table([dataclasses.replace(r, evict_us=30.0) for r in without if r.point.arm == "tp"]))
 
 
 # Held out, aims, what moves the line, and what is only assumed.
@@ -463,7 +482,8 @@ def test_published_table_within_a_tenth_in_sample_and_by_batch():
     assert set(table["held_out"]) == {"nothing", "batch", "context_tokens", "mix"}  # the others are reported, not gated
     assert (table["line_worst"] > table["model_worst"]).sum() >= 5
     text = heldout.markdown(frames.published())
-    assert text.count("\n") == 9 and "sglang_cp/collective/gathered P=4" in text and "%" in text
+    assert text.count("\n") == 3 and "| sglang_cp/collective/gathered P=4 fp8_e4m3fn warm | 17 | " in text
+    assert [len(line.split("|")) for line in text.splitlines()] == [8] * 4 and text.count("%") == 32
 
 
 def test_the_model_beats_a_straight_line_where_it_was_not_fitted(fine):
@@ -479,13 +499,15 @@ def test_the_model_beats_a_straight_line_where_it_was_not_fitted(fine):
 
 
 def test_the_aims_are_met_on_a_node_of_the_models_kind_and_missed_on_another(fine):
-    assert [t for t in heldout.targets(fine) if not t.met] == []
+    met = heldout.targets(fine)
+    assert [t for t in met if not t.met and "an end of the range" not in t.name] == []
+    assert {"break-even at batch 1", "CP - TP near break-even, in sample"} <= {t.name.split(":")[0] for t in met}
     bent = []
     for row in synthetic.rows(contexts=(8192, 16_384, 32_768, 65_536, 131_072), batches=(1, 8, 32)):
         jump = 8.0 if row.point.arm == "cp" and row.point.context_tokens == 32_768 else 0.0
         bent.append(dataclasses.replace(row, samples_us=[s + jump for s in row.samples_us]))
     missed = [t.text for t in heldout.targets(crossover.comparisons(frames.table(bent), draws=50)[0]) if t.met is False]
-    assert any("difference near break-even" in t and "MISSED" in t for t in missed)
+    assert any("CP - TP near break-even, in sample" in t and "MISSED" in t for t in missed)
 
 
 def test_what_moves_the_line_in_words(fine):

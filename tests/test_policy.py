@@ -435,5 +435,5 @@ def test_the_error_tables_of_the_fit_command(run):
     from m3cp import heldout
 
     said = "\n".join(heldout.main(str(run)))
-    assert "| cp/staged/collective/gathered P=2 bf16 cold | batch |" in said
-    assert "one microsecond off the exchange moves break-even at batch" in said and "(allowed 0.05), met" in said
+    assert "| cp/staged/collective/gathered P=2 bf16 cold | 18 |" in said and "| 8, 128k, " in said
+    assert "- one microsecond off the exchange moves break-even at batch" in said and " | 0.05 | met | worst " in said
