@@ -22,7 +22,7 @@ MIB = 1 << 20
 BEHIND_L2_BYTES = {"gfx942": 256 * MIB, "gfx950": 256 * MIB}
 WORLDS = (1, 2, 4, 8)
 ENVIRONMENT = ("NCCL_", "RCCL_", "HSA_", "HIP_", "TORCH_SYMM_MEM_")
-DISTRIBUTIONS = ("torch", "triton", "numpy", "pandas", "matplotlib", "lmfit", "papermill")
+DISTRIBUTIONS = ("torch", "triton", "numpy", "pandas", "matplotlib", "scipy", "papermill")
 
 
 class NodeError(RuntimeError):
