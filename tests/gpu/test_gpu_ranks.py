@@ -283,6 +283,9 @@ def run_vllm_cp(rank, world, exchange):
     for setting in x.settings:
         x.compile(setting)
         dist.barrier()
+        x(q, *problem.tensors[1:], out=out, setting=setting)
+        assert_right(out, problem, shard.owned_heads, setting.name)
+        out.fill_(-7)
         graph = capture(x, q, *problem.tensors[1:], out=out, setting=setting)
         found = nodes(graph)
         over_nccl = sum("nccl" in name.lower() for name in found)
