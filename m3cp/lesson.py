@@ -19,7 +19,16 @@ from m3cp import crossover, fit, frames, plots
 from m3cp.shapes import IndexerShape
 from m3cp.shard import Shard
 
-RANK_COLOURS = ("#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#8c8c8c", "#F0E442", "#a86f00", "#00583f")  # not TP's, not CP's
+RANK_COLOURS = (
+    "#009E73",
+    "#E69F00",
+    "#CC79A7",
+    "#56B4E9",
+    "#8c8c8c",
+    "#F0E442",
+    "#a86f00",
+    "#00583f",
+)  # not TP's, not CP's
 RANK_HATCHES = ("", "////", "....", "xxxx", "----", "\\\\\\\\", "++", "oo")
 CHOSEN = "#000000"
 
@@ -68,12 +77,28 @@ def page_table(table: Sequence[int], pages: int) -> Figure:
         axis.add_patch(Rectangle((block * wide, 1.0), wide, 0.45, facecolor=shade[block], edgecolor="white"))
         axis.add_patch(Rectangle((page, 0.0), 1.0, 0.45, facecolor=shade[block], edgecolor="white"))
         axis.plot([(block + 0.5) * wide, page + 0.5], [1.0, 0.45], color=shade[block], linewidth=0.9)
-        axis.annotate(f"{block}", ((block + 0.5) * wide, 1.22), ha="center", va="center", fontsize=7, color="white" if block < 0.7 * count else "black")
+        axis.annotate(
+            f"{block}",
+            ((block + 0.5) * wide, 1.22),
+            ha="center",
+            va="center",
+            fontsize=7,
+            color="white" if block < 0.7 * count else "black",
+        )
     for page in sorted(set(range(pages)) - set(table)):
         axis.add_patch(Rectangle((page, 0.0), 1.0, 0.45, facecolor="#eeeeee", edgecolor="white", hatch="////"))
     _bare(axis, (0, pages), (-0.35, 1.5))
-    axis.annotate("logical blocks of the request, in order", (0, 1.52), fontsize=8.5, fontweight="bold", annotation_clip=False, va="bottom")
-    axis.annotate("pages of the cache, anywhere in memory (hatched: somebody else's)", (0, -0.08), fontsize=8.5, va="top")
+    axis.annotate(
+        "logical blocks of the request, in order",
+        (0, 1.52),
+        fontsize=8.5,
+        fontweight="bold",
+        annotation_clip=False,
+        va="bottom",
+    )
+    axis.annotate(
+        "pages of the cache, anywhere in memory (hatched: somebody else's)", (0, -0.08), fontsize=8.5, va="top"
+    )
     return fig
 
 
@@ -95,7 +120,9 @@ def token_scores(dots: np.ndarray, chosen: Sequence[int], shape: IndexerShape, t
         best = dots[block * size : min(tokens, (block + 1) * size)].max()
         if block in chosen:
             axis.axvspan(block * size, (block + 1) * size, color=plots.CP_COLOUR, alpha=0.18, linewidth=0)
-        axis.hlines(best, block * size, min(tokens, (block + 1) * size), color=plots.LINE_COLOUR, linewidth=1.8, zorder=3)
+        axis.hlines(
+            best, block * size, min(tokens, (block + 1) * size), color=plots.LINE_COLOUR, linewidth=1.8, zorder=3
+        )
     axis.plot(np.arange(tokens), dots[:tokens], ".", markersize=1.8, color="#8c8c8c")
     axis.axvspan(tokens, blocks * size, facecolor="#eeeeee", hatch="xxxx", edgecolor="#bbbbbb", linewidth=0)
     axis.set_xlim(0, blocks * size)
@@ -105,7 +132,12 @@ def token_scores(dots: np.ndarray, chosen: Sequence[int], shape: IndexerShape, t
     axis.set_title(f"head {head}: a block is worth its best token", loc="left")
     handles = [Line2D([], [], color="#8c8c8c", marker=".", linestyle="none"), Line2D([], [], color=plots.LINE_COLOUR, linewidth=1.8),
                Patch(color=plots.CP_COLOUR, alpha=0.18), Patch(facecolor="#eeeeee", hatch="xxxx", edgecolor="#bbbbbb")]  # fmt: skip
-    fig.legend(handles, ["a token's score", "the block's: their maximum", "chosen", "not visible yet"], loc="outside lower center", ncols=4)
+    fig.legend(
+        handles,
+        ["a token's score", "the block's: their maximum", "chosen", "not visible yet"],
+        loc="outside lower center",
+        ncols=4,
+    )
     return fig
 
 
@@ -127,10 +159,21 @@ def selection(scores: np.ndarray, ids: np.ndarray, forced: Sequence[int]) -> Fig
         for block in range(blocks):
             value = finite[head, block]
             if block in ids[head]:
-                axis.add_patch(Rectangle((block - 0.46, head - 0.44), 0.92, 0.88, fill=False, edgecolor=plots.CP_COLOUR, linewidth=2.2))
+                axis.add_patch(
+                    Rectangle(
+                        (block - 0.46, head - 0.44), 0.92, 0.88, fill=False, edgecolor=plots.CP_COLOUR, linewidth=2.2
+                    )
+                )
             dark = value > 0.62 * np.nanmax(finite)
             word = "F" if block in forced else f"{value:.0f}" if np.isfinite(value) else "-"
-            axis.annotate(word, (block, head), ha="center", va="center", fontsize=7, color="white" if dark and word != "F" else "black")
+            axis.annotate(
+                word,
+                (block, head),
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white" if dark and word != "F" else "black",
+            )
     axis.set_xticks(range(blocks))
     axis.set_yticks(range(heads), [f"head {h}" for h in range(heads)])
     axis.grid(False)
@@ -156,13 +199,21 @@ def key_bits(rows: Sequence[tuple[str, int]]) -> Figure:
     for line, (words, key) in enumerate(rows):
         y = len(rows) - 1 - line
         code, low = (key >> ID_BITS) & 0xFFFFFFFF, key & (MAX_BLOCKS - 1)
-        texts = (classes[key >> (ID_BITS + 32)], f"{code:#010x}" if code else "0: a rank, not a number", f"{low}  (block {MAX_BLOCKS - 1 - low})")
+        texts = (
+            classes[key >> (ID_BITS + 32)],
+            f"{code:#010x}" if code else "0: a rank, not a number",
+            f"{low}  (block {MAX_BLOCKS - 1 - low})",
+        )
         for (x, width, _), text, colour in zip(fields, texts, ("#f3b48c", "#9cc9e6", "#bfe3d0"), strict=True):
-            axis.add_patch(Rectangle((x, y + 0.08), width - 0.06, 0.8, facecolor=colour, edgecolor="#666666", linewidth=0.7))
+            axis.add_patch(
+                Rectangle((x, y + 0.08), width - 0.06, 0.8, facecolor=colour, edgecolor="#666666", linewidth=0.7)
+            )
             axis.annotate(text, (x + width / 2, y + 0.48), ha="center", va="center", fontsize=8, family="monospace")
         axis.annotate(words, (-0.12, y + 0.48), ha="right", va="center", fontsize=8.5, annotation_clip=False)
     for x, width, name in fields:
-        axis.annotate(name, (x + width / 2, len(rows) + 0.08), ha="center", va="bottom", fontsize=8.5, fontweight="bold")
+        axis.annotate(
+            name, (x + width / 2, len(rows) + 0.08), ha="center", va="bottom", fontsize=8.5, fontweight="bold"
+        )
     _bare(axis, (-3.0, 10.0), (0, len(rows) + 0.45))
     return fig
 
@@ -173,12 +224,25 @@ def who_reads(world: int, shape: IndexerShape, blocks: int) -> Figure:
     fig = plots.figure(9.0, 0.75 * shape.heads + 1.2)
     axes = fig.subplots(2, 1, sharex=True)
     shards = [Shard(rank, world, shape.heads) for rank in range(world)]
-    reads = {"TP": f"each rank reads all {blocks} blocks, for its own heads", "CP": f"each rank reads {shards[0].local_blocks(blocks)} of {blocks} blocks, once for all heads"}
+    reads = {
+        "TP": f"each rank reads all {blocks} blocks, for its own heads",
+        "CP": f"each rank reads {shards[0].local_blocks(blocks)} of {blocks} blocks, once for all heads",
+    }
     for axis, path in zip(axes, ("TP", "CP"), strict=True):
         for head in range(shape.heads):
             for block in range(blocks):
                 rank = next(s.rank for s in shards if (head in s.owned_heads if path == "TP" else s.owns(block)))
-                axis.add_patch(Rectangle((block, head), 1, 1, facecolor=RANK_COLOURS[rank], hatch=RANK_HATCHES[rank], edgecolor="white", linewidth=0.6))
+                axis.add_patch(
+                    Rectangle(
+                        (block, head),
+                        1,
+                        1,
+                        facecolor=RANK_COLOURS[rank],
+                        hatch=RANK_HATCHES[rank],
+                        edgecolor="white",
+                        linewidth=0.6,
+                    )
+                )
         axis.set_xlim(0, blocks)
         axis.set_ylim(shape.heads, 0)
         axis.set_yticks([h + 0.5 for h in range(shape.heads)], [f"head {h}" for h in range(shape.heads)])
@@ -212,7 +276,14 @@ def merging(scores: np.ndarray, candidates: Sequence[Sequence[int]], ids: Sequen
                      hatch="" if np.isfinite(value) else "////", edgecolor="white")  # fmt: skip
             if sent:
                 place = list(candidates[rank]).index(block) + 1
-                axis.annotate(f"{place}", (block, value if np.isfinite(value) else top / 1.2), (0, 1), textcoords="offset points", ha="center", fontsize=7)
+                axis.annotate(
+                    f"{place}",
+                    (block, value if np.isfinite(value) else top / 1.2),
+                    (0, 1),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=7,
+                )
         axis.set_xlim(-0.6, blocks - 0.4)
         axis.set_ylim(0, top)
         axis.set_xticks([])
@@ -223,9 +294,28 @@ def merging(scores: np.ndarray, candidates: Sequence[Sequence[int]], ids: Sequen
     last = axes[-1]
     for block in range(blocks):
         won = block in ids
-        last.add_patch(Rectangle((block - 0.4, 0), 0.8, 1, facecolor=RANK_COLOURS[block % world] if won else "#f4f4f4", edgecolor=CHOSEN if won else "white", linewidth=1.6 if won else 0.6))
+        last.add_patch(
+            Rectangle(
+                (block - 0.4, 0),
+                0.8,
+                1,
+                facecolor=RANK_COLOURS[block % world] if won else "#f4f4f4",
+                edgecolor=CHOSEN if won else "white",
+                linewidth=1.6 if won else 0.6,
+            )
+        )
         if won:
-            line = ConnectionPatch((block, 0), (block, 1), "data", "data", axesA=axes[block % world], axesB=last, color=RANK_COLOURS[block % world], linewidth=1.2, zorder=0)
+            line = ConnectionPatch(
+                (block, 0),
+                (block, 1),
+                "data",
+                "data",
+                axesA=axes[block % world],
+                axesB=last,
+                color=RANK_COLOURS[block % world],
+                linewidth=1.2,
+                zorder=0,
+            )
             line.set_in_layout(False)  # it crosses all axes between: room for it would push them apart
             fig.add_artist(line)
     last.set_xlim(-0.6, blocks - 0.4)
@@ -235,7 +325,12 @@ def merging(scores: np.ndarray, candidates: Sequence[Sequence[int]], ids: Sequen
     last.grid(False)
     last.set_ylabel("chosen", rotation=0, ha="right", va="center")
     last.set_xlabel("block")
-    fig.suptitle(f"head {head}: each rank sends its best (numbered), the owner keeps the best of all; hatched: forced", x=0.01, ha="left", fontsize=10)
+    fig.suptitle(
+        f"head {head}: each rank sends its best (numbered), the owner keeps the best of all; hatched: forced",
+        x=0.01,
+        ha="left",
+        fontsize=10,
+    )
     return fig
 
 
@@ -276,9 +371,15 @@ def by_hand(comparison: crossover.Comparison, batch: int) -> Hand:
     """
     fixed, rate = [], 0.0
     for rows in crossover.arm_frames(comparison):
-        mine = rows[(rows["batch"] == batch) & (rows["bytes_read"] > 0)].dropna(subset=["limit_us"]).sort_values("context_tokens")
+        mine = (
+            rows[(rows["batch"] == batch) & (rows["bytes_read"] > 0)]
+            .dropna(subset=["limit_us"])
+            .sort_values("context_tokens")
+        )
         if mine.empty:
-            raise ValueError(f"batch={batch}: no row of both arms reads keys and has a limit; measured are {sorted(set(comparison.frame['batch']))}")
+            raise ValueError(
+                f"batch={batch}: no row of both arms reads keys and has a limit; measured are {sorted(set(comparison.frame['batch']))}"
+            )
         first = mine.iloc[0]
         fixed.append(float(first["median_us"] - first["limit_us"]))
         rate = float(first["distinct_bytes_read"] / first["limit_us"] / 1e3)
@@ -297,7 +398,9 @@ def hand_and_fit(comparison: crossover.Comparison, hand: Hand) -> Figure:
         comparison: with both fits.
         hand: of `by_hand`.
     """
-    pairs = comparison.pairs[(comparison.pairs["batch"] == hand.batch) & comparison.pairs["read"]].sort_values("context_tokens")
+    pairs = comparison.pairs[(comparison.pairs["batch"] == hand.batch) & comparison.pairs["read"]].sort_values(
+        "context_tokens"
+    )
     contexts = list(pairs["context_tokens"])
     shape, world = comparison.cp.template.shape, comparison.cp.template.world
     grid = crossover.context_grid(contexts[0], contexts[-1], shape.block_size * world, 60)
@@ -306,17 +409,32 @@ def hand_and_fit(comparison: crossover.Comparison, hand: Hand) -> Figure:
     near = 4 * max([a.value for a in comparison.measured if a.at == hand.batch and a.value] or [contexts[-1] / 4])
     handles: dict[str, Any] = {}
     for axis in axes:
-        for model, column, colour, marker, name in ((comparison.tp, "tp_us", plots.TP_COLOUR, "o", "TP"), (comparison.cp, "cp_us", plots.CP_COLOUR, "s", "CP")):
+        for model, column, colour, marker, name in (
+            (comparison.tp, "tp_us", plots.TP_COLOUR, "o", "TP"),
+            (comparison.cp, "cp_us", plots.CP_COLOUR, "s", "CP"),
+        ):
             axis.plot(contexts, pairs[column], marker, color=colour, zorder=4)
-            axis.plot(grid, [model.us(model.point(c, hand.batch)) for c in grid], color=colour, linestyle=(0, (5, 2)), linewidth=1.0, zorder=3)
+            axis.plot(
+                grid,
+                [model.us(model.point(c, hand.batch)) for c in grid],
+                color=colour,
+                linestyle=(0, (5, 2)),
+                linewidth=1.0,
+                zorder=3,
+            )
             (line,) = axis.plot(grid, [hand.us(model, c) for c in grid], color=colour, linewidth=2.2, alpha=0.55)
             line.set_sketch_params(scale=1.2, length=60, randomness=6)
             handles[f"{name}, measured"] = Line2D([], [], color=colour, marker=marker, linestyle="none")
             handles[f"{name}, fitted"] = Line2D([], [], color=colour, linestyle=(0, (5, 2)), linewidth=1.0)
-            handles[f"{name}, by hand: fixed + bytes / bandwidth"] = Line2D([], [], color=colour, linewidth=2.2, alpha=0.55)
+            handles[f"{name}, by hand: fixed + bytes / bandwidth"] = Line2D(
+                [], [], color=colour, linewidth=2.2, alpha=0.55
+            )
         axis.set_ylabel("µs a layer")
     close = [c for c in contexts if c <= near] or contexts
-    top = max(pairs["tp_us"][pairs["context_tokens"] <= close[-1]].max(), pairs["cp_us"][pairs["context_tokens"] <= close[-1]].max())
+    top = max(
+        pairs["tp_us"][pairs["context_tokens"] <= close[-1]].max(),
+        pairs["cp_us"][pairs["context_tokens"] <= close[-1]].max(),
+    )
     plots.context_axis(axes[1], contexts)
     axes[1].set_yscale("log")
     decades = [10.0**e for e in range(-1, 6) if pairs["cp_us"].min() / 3 <= 10.0**e <= 3 * pairs["tp_us"].max()]
@@ -334,7 +452,9 @@ def hand_and_fit(comparison: crossover.Comparison, hand: Hand) -> Figure:
 
 def three_answers(comparison: crossover.Comparison, hand: Hand) -> str:
     """Break-even at the hand's batch three ways: by hand, fitted with its band, and measured."""
-    lines = [f"by hand   about {crossover.tokens_about(hand.break_even_tokens)} tokens a request: {hand.cp_fixed_us - hand.tp_fixed_us:+.2f} µs bought back at {hand.gbs:.0f} GB/s"]
+    lines = [
+        f"by hand   about {crossover.tokens_about(hand.break_even_tokens)} tokens a request: {hand.cp_fixed_us - hand.tp_fixed_us:+.2f} µs bought back at {hand.gbs:.0f} GB/s"
+    ]
     for word, answers in (("fitted", comparison.model), ("measured", comparison.measured)):
         lines += [f"{word:<9} {a.text}" for a in answers if a.at == hand.batch]
     return "\n".join(lines)
@@ -347,7 +467,9 @@ def recorded(run: str) -> crossover.Comparison:
         ValueError: a run without both fits.
     """
     folder = run or str(sorted((frames.ROOT / "data" / "measured").glob(f"*/{frames.records.ROWS_FILE}"))[0].parent)
-    found = crossover.headline([c for c in crossover.comparisons(frames.load_run(folder).frame, fit.ALL_TERMS) if c.tp and c.cp])
+    found = crossover.headline(
+        [c for c in crossover.comparisons(frames.load_run(folder).frame, fit.ALL_TERMS) if c.tp and c.cp]
+    )
     if found is None:
         raise ValueError(f"run={run!r}: no CP rows beside TP rows over three sizes that read keys")
     return found

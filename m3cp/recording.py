@@ -58,7 +58,9 @@ def _faults(row: records.Row) -> Iterable[str]:
         return
     if len(row.rank_samples_us) != row.ranks or any(len(rank) != len(samples) for rank in row.rank_samples_us):
         yield f"samples of {len(row.rank_samples_us)} ranks, the row says ranks={row.ranks} and {len(samples)} rounds"
-    elif any(abs(max(each) - s) > 1e-6 * s for each, s in zip(zip(*row.rank_samples_us, strict=True), samples, strict=True)):
+    elif any(
+        abs(max(each) - s) > 1e-6 * s for each, s in zip(zip(*row.rank_samples_us, strict=True), samples, strict=True)
+    ):
         yield "a sample that is not the slowest rank's"
     if row.cache_state == "cold" and row.bytes_read and row.evict_us is None:
         over = row.footprint_over_llc
@@ -133,10 +135,14 @@ def _told(rows: Sequence[records.Row], name: str, target: Path, stale: Sequence[
         f"{name}: {rows[0].node}, code {rows[0].provenance['code_hash']}, {len(rows)} rows "
         f"({', '.join(f'{n} {status}' for status, n in counts.items())}), in {target}"
     ]
-    lines.append(f"  CP measured at P = {', '.join(map(str, worlds))}" if worlds else "  no CP row: it can show no break-even")
+    lines.append(
+        f"  CP measured at P = {', '.join(map(str, worlds))}" if worlds else "  no CP row: it can show no break-even"
+    )
     unsteady = sum(row.unsteady for row in ok)
     if unsteady:
-        lines.append(f"  {unsteady} of {len(ok)} timed rows are unsteady: the page-read probe drifted by over 3% around them")
+        lines.append(
+            f"  {unsteady} of {len(ok)} timed rows are unsteady: the page-read probe drifted by over 3% around them"
+        )
     if any(row.provenance.get("dirty") is None for row in rows):
         lines.append("  whether the code had uncommitted changes is not known (measured without git)")
     lines += [f"  removed {path.name}, made from the rows that were here" for path in stale]

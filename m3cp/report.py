@@ -1,19 +1,15 @@
-"""The design review: a run, and if there is one the reader's own traffic, as answers, figures and one HTML page.
+"""The design review's figures and its page: one self-contained HTML file from notebooks/30_design_review.
 
-`review` gathers what the page argues from; each function after it turns that into a sentence, a table or a Figure, and
-notebooks/30_design_review puts them in arguing order. Nothing is measured here. Neither torch nor triton is imported.
+What is said stands in `review`; here it is drawn, each figure with its claim, its prediction and its floor. Neither
+torch nor triton is imported.
 """
 
 from __future__ import annotations
 
 import base64
-import dataclasses
-import functools
 import html
 import math
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +18,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from m3cp import crossover, engines, fit, frames, heldout, plots, policy, serving, workload
-from m3cp.crossover import SPARSE_LAYERS, tokens_about
+from m3cp import crossover, fit, frames, plots, policy, workload
+from m3cp.crossover import tokens_about
+from m3cp.review import Review, default_node, engines_text, floor_of, given, judged, pays_from, reference, who
 
-REFERENCE_TOKENS = (2**13, 2**16, 2**18, 2**20, 2**22)  # cached tokens a step at which gains are quoted, where measured
+WIDE = 9.6  # inches: a figure as wide as the page
 OTHER = "other terms"
 # Terms of the cost model by what they mean to a reader, bottom of the stack first: (terms, colour, hatch).
 STAGES = {
@@ -36,474 +33,6 @@ STAGES = {
     "exchange, where told apart": (("exchange", "peers", "payload", "sent"), "#CC79A7", "xxxx"),
     OTHER: ((), "#F0E442", "----"),
 }
-WIDE = 9.6  # inches: a figure as wide as the page
-LIMITS = (
-    "<b>Reads are saved, not capacity.</b> Every rank still holds the whole index-key cache; CP only reads 1/P of it.",
-    "<b>Not a throughput claim.</b> Microseconds of the indexer alone, back to back in a graph; projections and attention "
-    "are outside. Milliseconds a token are these times the model's {layers} sparse layers.",
-    "<b>Decode only.</b> Prefill reads the cache once for many tokens and stays unsharded.",
-    "<b>Replicated queries</b> read the weights of the other ranks' heads too; rows say whether that is charged, and "
-    "the answer above is for gathered queries, which pay for their own exchange.",
-    "<b>What was not measured is modelled and says so</b>: other numbers of ranks, other dtypes, contexts between points.",
-)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One way to turn CP on, against the tensor-parallel baseline of the same kernels.
-
-    Args:
-        name: for what it is, such as "m3cp kernels, staged, NCCL; queries gathered".
-        comparison: its pairs and fits, uniform lengths.
-        policy: what decides for a traffic; None without one, or where too few sizes were measured (`why` says so).
-    """
-
-    name: str
-    comparison: crossover.Comparison
-    policy: policy.Policy | None
-    why: str = ""
-
-    @property
-    def first(self) -> Any:
-        """The pair that names arm, form, exchange and queries."""
-        return self.comparison.pairs.iloc[0]
-
-
-@dataclass(frozen=True)
-class Review:
-    """What the page argues from.
-
-    Args:
-        run: the rows of one node and one code version.
-        choices: ways to turn CP on, the answer's own first.
-        traffic: name of the reader's traffic, "" for none; `steps` are its decode batches.
-        left_out: rows of other machines or code versions in the same run, not used.
-    """
-
-    run: frames.Loaded
-    choices: tuple[Choice, ...]
-    traffic: str = ""
-    steps: tuple[workload.Step, ...] = ()
-    left_out: int = 0
-
-    @property
-    def main(self) -> crossover.Comparison:
-        """The comparison that the page is about."""
-        return self.choices[0].comparison
-
-    @functools.cached_property
-    def aims(self) -> list[heldout.Target]:
-        """What was aimed at for the cost model of the page's comparison, and what it came to."""
-        return heldout.targets(self.main)
-
-    @property
-    def where(self) -> str:
-        """Node, ranks and dtype in words."""
-        first = self.choices[0].first
-        return f"{first['node']}, P = {first['world']}, {first['dtype']}"
-
-
-def default_node() -> str:
-    """The run that a report is about when none is named: the latest local run on GPUs, else the first recorded node.
-
-    Raises:
-        FileNotFoundError: neither is there.
-    """
-    measured = sorted((frames.ROOT / "data" / "measured").glob(f"*/{frames.records.ROWS_FILE}"))
-    local = (frames.ROOT / "data" / "runs").glob(f"*/{frames.records.ROWS_FILE}")
-    for path in sorted(local, key=lambda p: p.stat().st_mtime_ns, reverse=True):
-        rows = frames.records.load(path)
-        if any(row.status == "ok" and row.provenance.get("gpus") for row in rows):
-            return str(path.parent)
-    if not measured:
-        raise FileNotFoundError("no run on GPUs under data/runs and no recorded node under data/measured")
-    return str(measured[0].parent)
-
-
-def review(run: str = "", traffic: str = "") -> Review:
-    """Gather a run's comparisons, and a traffic's steps.
-
-    Args:
-        run: a run's folder or name, or "" for `default_node`.
-        traffic: a file of decode steps (`workload.read`), or "".
-
-    Raises:
-        FileNotFoundError: no such run or file.
-        ValueError: a run without CP rows beside TP rows over enough sizes for a fit, or a bad line in the traffic.
-    """
-    steps = tuple(workload.read(traffic)) if traffic else ()
-    loaded = frames.load_run(run or default_node())
-    kept = max(frames.groups(loaded.frame, ("node", "code_hash")).items(), key=lambda item: len(item[1]))[0]
-    mine = (loaded.frame["node"] == kept[0]) & (loaded.frame["code_hash"] == kept[1])
-    left_out = int((~mine).sum())
-    loaded = dataclasses.replace(loaded, frame=loaded.frame[mine].reset_index(drop=True))
-    found = crossover.comparisons(loaded.frame, fit.ALL_TERMS)
-    grids = [c for c in crossover.grids(found) if c.pairs["mix"].iloc[0] == "uniform" and c.tp and c.cp]
-    head = crossover.headline(grids)
-    if head is None:
-        raise ValueError(f"{loaded.name}: no CP rows beside TP rows over three sizes that read keys, so there is nothing to decide; sweep more contexts")
-    alike = ("world", "dtype", "query_len", "shape", "cache", "launch", "boundary", "rows_padded", "shared_prefix_tokens")
-    same = [c for c in grids if all(c.pairs[n].iloc[0] == head.pairs[n].iloc[0] for n in alike)]
-    seen: dict[str, Choice] = {}
-    for comparison in same:
-        first = comparison.pairs.iloc[0]
-        name = who(crossover.arm_frames(comparison)[1].iloc[0], loaded.frame)
-        if not steps:
-            seen.setdefault(name, Choice(name, comparison, None, "no traffic was given"))
-            continue
-        try:
-            made, why = policy.from_comparisons(found, loaded.name, first["arm"], *(_none(first[n]) for n in ("exchange", "queries", "form"))), ""
-        except ValueError as error:
-            made, why = None, str(error)
-        seen.setdefault(name, Choice(name, comparison, made, why))
-    return Review(loaded, tuple(seen.values()), Path(traffic).name if traffic else "", steps, left_out)
-
-
-def _none(value: Any) -> Any:
-    return None if frames.missing(value) else value
-
-
-def who(line: Any, frame: Any) -> str:
-    """An arm named for what it is: whose kernels, which transport, how queries are shared.
-
-    Args:
-        line: a row of `frames.table`.
-        frame: of the run; its GPUs tell whose collectives ran.
-    """
-    if line["extra"].get("engine"):  # the row says what it was made of
-        return f"{line['extra']['engine']}{'; queries gathered' if _none(line.get('queries')) else ''}"
-    owner = {"vllm": "vLLM kernels", "sglang": "SGLang kernels"}.get(line["arm"].split("_")[0], "m3cp kernels")
-    form = {"staged": "staged", "one_launch": "one launch", "two_launch": "two launches"}.get(_none(line.get("form")), "")
-    words = [owner, form] if form else [owner]
-    exchange = _none(line.get("exchange"))
-    if exchange == "collective":
-        words.append(collectives(frame))
-    elif exchange and form == "staged" or exchange and owner != "m3cp kernels":
-        words.append("peers' memory")
-    if exchange and owner != "m3cp kernels":
-        words.append("our glue")
-    name = ", ".join(words)
-    queries = _none(line.get("queries"))
-    if queries:
-        charged = any("extra_projection" in stage for stage in line["region"])
-        name += "; queries gathered" if queries == "gathered" else f"; queries replicated{'' if charged else ', projection not charged'}"
-    if not frames.missing(line.get("threshold_blocks")):
-        name += f"; adaptive above {line['threshold_blocks']:.0f} blocks"
-    return name
-
-
-def collectives(frame: Any) -> str:
-    """Whose collectives a process group used on this node: NCCL, RCCL or gloo."""
-    gpus = next((p.get("gpus") for p in frame["provenance"] if p.get("gpus")), None)
-    if not gpus:
-        return "gloo"
-    return "RCCL" if str(gpus[0].get("arch", "")).startswith("gfx") else "NCCL"
-
-
-# --- answers ---------------------------------------------------------------------------------------------------------
-
-
-def crossings(comparison: crossover.Comparison) -> list[crossover.BreakEven]:
-    """Measured break-evens that lie where keys are read: below that, CP wins as soon as there is anything to save."""
-    shape = comparison.pairs["shape"].iloc[0]
-    return [a for a in comparison.measured if a.answer == "crosses" and a.value > 1.05 * shape.topk * shape.block_size]
-
-
-def short(tokens: float) -> str:
-    """A token count in two digits: 37.8k is "38k"."""
-    if tokens <= 0 or not math.isfinite(tokens):
-        return tokens_about(tokens)
-    unit = 2**20 if tokens >= 2**20 else 2**10
-    scaled = tokens / unit
-    digits = max(0, 1 - math.floor(math.log10(scaled)))
-    return f"{round(scaled, digits):g}{'M' if unit == 2**20 else 'k'}"
-
-
-def pays_from(comparison: crossover.Comparison) -> tuple[str, str]:
-    """(tokens a step from which CP pays, the same by batch) in words; a step's tokens are those of all its requests."""
-    known = crossings(comparison)
-    if not known:
-        words = {a.answer for a in comparison.measured}
-        most = int((comparison.pairs["context_tokens"] * comparison.pairs["batch"]).max())
-        if words <= {"none in range"}:
-            return "never", f"TP is faster at every measured point, up to {short(most)} tokens a step"
-        if words <= {"below range", "crosses"}:
-            return "always", "CP is faster wherever keys are read"
-        return "undecided", "; ".join(a.text for a in comparison.measured)
-    sums = [a.value * a.at for a in known]
-    low, high = min(sums), max(sums)
-    total = short(high) if short(low) == short(high) else f"{short(low)} to {short(high)}"
-    each = ", ".join(f"{a.at:.0f} × {short(a.value)}" for a in known)
-    never = [f"{a.at:.0f}" for a in comparison.measured if a.answer == "none in range"]
-    return total, each + (f"; none in range at batch {', '.join(never)}" if never else "")
-
-
-def headline(found: Review) -> str:
-    """The answer in one sentence: for the reader's traffic where there is one, else for this node."""
-    choice = found.choices[0]
-    if found.steps and choice.policy:
-        answer = judged(found, choice)
-        on = {"cp": "Turn context parallelism on", "tp": "Leave context parallelism off"}[answer.path]
-        if not answer.steps:
-            return f"Undecided for {found.traffic}: all of its {answer.refused} steps lie outside what was measured."
-        value, low, high = answer.gain_us
-        if answer.refused > answer.steps:
-            return f"Undecided for {found.traffic}: {answer.refused} of its {answer.refused + answer.steps} steps lie outside what was measured; over the others CP changes a layer by {-value:+.2f} µs."
-        if low < 0 < high:
-            return f"For {found.traffic} it makes no difference that was measured: {-value:+.2f} µs a layer (95% {-high:+.2f} to {-low:+.2f})."
-        return f"{on} for {found.traffic}: it changes a layer's indexing by {-value:+.2f} µs, {-100 * answer.relative:+.0f}%."
-    total, _ = pays_from(choice.comparison)
-    if total == "never":
-        return "Leave context parallelism off: tensor parallelism is faster at every measured point."
-    if total == "always":
-        return "Turn context parallelism on: it is faster wherever keys are read."
-    if total == "undecided":
-        return "Undecided: the measured points do not tell where context parallelism begins to pay."
-    return f"Turn context parallelism on where a decode step holds more than about {total.split(' to ')[-1]} tokens of context, all its requests together; leave it off below {total.split(' to ')[0]}."
-
-
-def judged(found: Review, choice: Choice) -> policy.Static:
-    """The static answer of a choice for the review's traffic."""
-    first = choice.first
-    batches = [step.context_lengths for step in found.steps]
-    return policy.static(choice.policy, batches, int(first["world"]), str(first["dtype"]), int(first["query_len"]))
-
-
-def reference(comparison: crossover.Comparison) -> Any:
-    """Pairs at which gains are quoted: for each of `REFERENCE_TOKENS` the measured pair with nearest tokens a step."""
-    read = comparison.pairs[comparison.pairs["read"]]
-    tokens = read["context_tokens"] * read["batch"]
-    nearest = [(np.log2(tokens / want).abs() + 0.01 * np.log2(read["batch"])).idxmin() for want in REFERENCE_TOKENS]
-    return read.loc[list(dict.fromkeys(nearest))]
-
-
-def answer(found: Review) -> str:
-    """The top of the page: the verdict, for which engine, what it gives, how sure, in HTML."""
-    choice = found.choices[0]
-    _, each = pays_from(choice.comparison)
-    lines = [f"<p class='verdict'>{html.escape(headline(found))}</p>"]
-    facts = [
-        ("For", html.escape(f"{choice.name}, on {found.where}, {found.run.source}. {engines_text(found)} {switches_text(found)}")),
-        ("Break-even", html.escape(f"requests × context: {each} (measured, between neighbouring points)")),
-        ("Gives", html.escape(gives(found))),
-        ("How sure", sure(found)),
-    ]
-    lines += ["<dl>", *(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in facts), "</dl>"]
-    return f"<div class='answer'>{''.join(lines)}</div>"
-
-
-def engines_text(found: Review) -> str:
-    """Which engines' kernels were measured here, in words."""
-    engines = sorted({c.name.split(" kernels")[0] for c in found.choices if not c.name.startswith("m3cp")})
-    if engines:
-        return f"{' and '.join(engines)} kernels were measured in the same run and stand in the table below."
-    return "No engine's own kernels have rows in this run: the figures are of m3cp's kernels, which an engine would have to call."
-
-
-def refusals(found: Review) -> list[tuple[engines.Switch, str]]:
-    """Each engine's switch, and why it has no CP for this node ("" where it has)."""
-    first = found.choices[0].first
-    vendor = engines.vendor_of(str(first["node"]))
-    return [(switch, switch.refuses(vendor, int(first["world"]), str(first["dtype"]))) for switch in engines.SWITCHES]
-
-
-def switches_text(found: Review) -> str:
-    """Which engines can turn CP on for this node at all, in a sentence."""
-    can = [switch.engine for switch, why in refusals(found) if not why]
-    cannot: dict[str, list[str]] = {}
-    for switch, why in refusals(found):
-        if why:
-            cannot.setdefault(why, []).append(switch.engine.split(",")[0])
-    words = "; ".join(f"{', '.join(dict.fromkeys(names))} refuse it ({why})" for why, names in cannot.items())
-    return f"CP can be turned on here in {', '.join(can) or 'no engine'}{f'; {words}' if words else ''}."
-
-
-def switch_table(found: Review) -> str:
-    """How each engine turns CP on, the log line that proves it, and whether it can here."""
-    rows = [[s.engine, f"$ {s.on}", f"$ {s.proof}" if s.vendor != "any" else s.proof, why or "yes"] for s, why in refusals(found)]
-    note = f"Can here: for {found.where}. Engines' switches were read in their sources, none was run here; one without its log line has not taken effect."
-    return table(["engine", "turn it on", "proof", "can here"], rows, note)
-
-
-def gives(found: Review) -> str:
-    """What CP changes: over the traffic, or at the largest reference point; a layer, and a token of the whole model."""
-    choice = found.choices[0]
-    if found.steps and choice.policy:
-        found_static = judged(found, choice)
-        value, low, high = (v * SPARSE_LAYERS / 1000 for v in found_static.gain_us)
-        return (
-            f"{-value:+.3f} ms a token over {SPARSE_LAYERS} sparse layers (95% {-high:+.3f} to {-low:+.3f}; modelled from the rows, "
-            f"no speculation, no reuse); {found_static.steps} steps judged, {found_static.refused} outside what was measured"
-        )
-    words = []
-    for _, pair in reference(choice.comparison).iterrows():
-        ms = pair["delta_us"] * SPARSE_LAYERS / 1000
-        words.append(f"{ms:+.2f} ms at {pair['batch']} × {tokens_about(pair['context_tokens'])}")
-    return f"change of a token's time over {SPARSE_LAYERS} sparse layers: {', '.join(words)} (measured a layer, times {SPARSE_LAYERS})"
-
-
-def sure(found: Review) -> str:
-    """How much the rows and the model can be believed, in one sentence each."""
-    pairs = found.main.pairs
-    words = pairs["verdict"].value_counts()
-    known = crossings(found.main)
-    text = (
-        f"of {len(pairs)} measured points CP is faster at {words.get('FASTER', 0)}, slower at {words.get('SLOWER', 0)}, "
-        f"and {words.get('SAME', 0) + words.get('UNDECIDED', 0)} are within 2% or undecided at 95%"
-    )
-    if found.steps and found.choices[0].policy:
-        text = f"{judged(found, found.choices[0]).confidence:.0%} that this is the faster path over the traffic; {text}"
-    if known:
-        widest = max((a.high - a.low) / 2 / a.value for a in known)
-        text += f"; measured break-even is known to ±{max(1.0, 100 * widest):.0f}% (rounds within one process)"
-    aims = [target for target in found.aims if target.met is not None]
-    text += f"; the cost model meets {sum(t.met for t in aims)} of {len(aims)} of its aims"
-    unsteady = int(pairs["unsteady"].sum())
-    if unsteady:
-        text += f"; <b>{unsteady} of {len(pairs)} points are marked unsteady</b> (the floor moved by over 3% around them)"
-    if pairs["processes"].max() == 1:
-        text += "; no point was repeated in a fresh process"
-    return text + "."
-
-
-def engine_table(found: Review) -> str:
-    """Every way to turn CP on that was measured here: where it pays, what it gives at one point, and over the traffic."""
-    shared = [set(zip(c.comparison.pairs["context_tokens"], c.comparison.pairs["batch"], strict=True)) for c in found.choices]
-    common = set.intersection(*shared)
-    at = [p for _, p in reference(found.main).iterrows() if (p["context_tokens"], p["batch"]) in common]
-    at = at[:1] + at[1:][-3:-1]
-    head = ["CP by", "pays from, tokens a step", *(f"{p['batch']} × {tokens_about(p['context_tokens'])}: TP → CP, µs" for p in at)]
-    head += ["over the traffic"] if found.steps else []
-    rows = []
-    for choice in found.choices:
-        cells = [choice.name, pays_from(choice.comparison)[0]]
-        for point in at:
-            mine = choice.comparison.pairs
-            pair = mine[(mine["context_tokens"] == point["context_tokens"]) & (mine["batch"] == point["batch"])].iloc[0]
-            cells.append(f"{pair['tp_us']:.1f} → {pair['cp_us']:.1f}  ({plots.cell_words(pair)})")
-        if found.steps:
-            cells.append(judged(found, choice).text.split(":")[0] if choice.policy else f"no policy: {choice.why}")
-        rows.append(cells)
-    return table(head, rows)
-
-
-def gain_table(found: Review) -> str:
-    """At the reference points: both arms, measured, beside floor and prediction, and what the layer's gain is a token."""
-    tp, cp = found.main.tp, found.main.cp
-    floors = floor_of(found.main)
-    head = ["requests × context", "page read TP / CP", "TP", "CP", "gain, measured (95%)", "gain, predicted", "a token"]
-    rows = []
-    for _, pair in reference(found.main).iterrows():
-        where = (int(pair["context_tokens"]), int(pair["batch"]))
-        floor = floors.get(where)
-        guess = tp.us(tp.point(*where)) - cp.us(cp.point(*where))
-        rows.append([
-            f"{where[1]} × {tokens_about(where[0])}", f"{floor[0]:.1f} / {floor[1]:.1f}" if floor else "not measured",
-            f"{pair['tp_us']:.1f}", f"{pair['cp_us']:.1f}", f"{-pair['delta_us']:+.1f} ({-pair['delta_high']:+.1f} to {-pair['delta_low']:+.1f})",
-            f"{guess:+.1f}", f"{pair['delta_us'] * SPARSE_LAYERS / 1000:+.2f} ms",
-        ])  # fmt: skip
-    return table(head, rows, "Microseconds a layer, slowest rank. Page read: the measured floor. Predicted: the cost model, fitted to these rows.")
-
-
-def floor_of(comparison: crossover.Comparison) -> dict[tuple[int, int], tuple[float, float]]:
-    """{(context, batch): (TP's page read, CP's page read)} in microseconds, where both were measured."""
-    tp, cp = crossover.arm_frames(comparison)
-    found = []
-    for rows in (tp, cp):
-        rows = rows.dropna(subset=["page_read_us"])
-        found.append({(int(c), int(b)): float(us) for c, b, us in zip(rows["context_tokens"], rows["batch"], rows["page_read_us"], strict=True)})
-    return {where: (found[0][where], found[1][where]) for where in found[0] if where in found[1]}
-
-
-def aims_table(found: Review) -> str:
-    """What was aimed at for the cost model, what it came to, and whether that is enough."""
-    rows = [[t.name, f"{t.value:.3g}", f"{t.allowed:.3g}", {True: "met", False: "MISSED", None: "no data"}[t.met]] for t in found.aims]
-    note = "Where an aim is missed, believe the break-even between measured neighbours, not the model's."
-    return table(["aim", "came to", "allowed", ""], rows, note)
-
-
-def provenance(found: Review) -> str:
-    """Where every figure comes from, as a table."""
-    ok = frames.timed(found.run.frame)
-    facts = [p for p in ok["provenance"] if p]
-    first = facts[0] if facts else {}
-    gpus = first.get("gpus") or []
-    checks = [c for c in ok["check"] if c]
-    compared, wrong = sum(c.get("rows", 0) for c in checks), sum(c.get("mismatches", 0) for c in checks)
-    times = sorted(p["time_utc"] for p in facts if p.get("time_utc"))
-    versions = first.get("versions") or {}
-    rows = [
-        ["run", f"{found.run.name}, {found.run.source}: {found.run.summary.split(': ', 2)[-1]}"],
-        ["machine", f"{ok['node'].iloc[0]}; {first.get('cpu_model', 'CPU unknown')}; driver {first.get('driver') or 'unknown'}"],
-        ["GPUs", ", ".join(f"{g['name']} ({g.get('arch', 'architecture unknown')})" for g in gpus) or "none"],
-        ["software", ", ".join(f"{n} {versions[n]}" for n in ("python", "torch", "triton", "nccl", "rccl") if versions.get(n)) or "unknown"],
-        ["variables", ", ".join(f"{k}={v}" for k, v in (first.get("environment") or {}).items()) or "none that steer collectives"],
-        ["code", f"{ok['code_hash'].iloc[0]} (hash of the measuring path), commit {found.run.commit[:12]}"],
-        ["measured", f"{times[0]} to {times[-1]}" if times else "time unknown"],
-        ["checks", f"{compared:,} rows of ids compared with the reference, {wrong} wrong"],
-        ["cache", f"{', '.join(sorted(set(ok['cache_state'])))}: bytes touched before a page comes again, over the last-level cache"],
-        ["command", str(first.get("command", "unknown"))],
-    ]
-    if found.left_out:
-        rows.append(["left out", f"{found.left_out} rows of other machines or code versions in the same run"])
-    return table(["", ""], rows)
-
-
-def limits() -> str:
-    """What this page does not say, as an HTML list."""
-    return "<ul>" + "".join(f"<li>{line.format(layers=SPARSE_LAYERS)}</li>" for line in LIMITS) + "</ul>"
-
-
-def recipe(found: Review) -> str:
-    """The commands that make this page again, from the rows and from the machine."""
-    name = found.run.name
-    traffic = f" --traffic {found.traffic}" if found.traffic else ""
-    lines = [
-        ("this page again, from the rows", f"m3cp report --node {name}{traffic}"),
-        ("these figures' numbers and the model's errors", f"m3cp fit {name} --errors"),
-        ("the policy file an engine loads", f"m3cp policy {name}{traffic}"),
-        ("measure your own node", "m3cp sweep data/grids/node.json --out data/runs/mine"),
-        ("give it a name, and its own page", "m3cp record mine --as my-node && m3cp report --node my-node"),
-    ]
-    return table(["", ""], [[what, f"$ {command}"] for what, command in lines])
-
-
-def served_table(found: Review) -> str:
-    """Published serving changes on MI355X beside what this node's model gives at the same sizes: two machines, labelled."""
-    published = serving.against_published(*serving.published_models())
-    tp, cp = found.main.tp, found.main.cp
-    rows = []
-    for _, line in published.iterrows():
-        context, concurrency = int(line["context_tokens"]), int(line["concurrency"])
-        agentic = line["source"].startswith("AgentX")
-        shares = workload.DECODING_SHARE if agentic else ()
-        spread = [serving.batch_distribution(concurrency, s) for s in shares] or [[(concurrency, 1.0)]]
-        changes = [serving.tpot_change(tp, cp, context, batches) for batches in spread]
-        ours = f"{np.mean([c.ms for c in changes]):+.2f} ms ({min(c.low_ms for c in changes):+.2f} to {max(c.high_ms for c in changes):+.2f})"
-        rows.append([line["source"], f"{concurrency} × {short(context)}", str(line["measured"]), f"{line['predicted_ms']:+.2f} ms", ours])
-    head = ["served, published", "concurrency × context", "published change of time per token", "explained by published µs a layer", "this node's model"]
-    note = (
-        "Published: vLLM on four MI355X or MI350X (data/published). Third column from SGLang's published indexer times, P = 4, fp8, warm. "
-        f"Last column: {found.where}, modelled; another machine, another P. AgentX: 22 to 41% of requests decode at once."
-    )
-    return table(head, rows, note)
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:
-    """An HTML table; everything is escaped, a cell that begins with "$ " is a command."""
-
-    def cell(text: str) -> str:
-        safe = html.escape(str(text))
-        narrow = " class='n'" if len(safe) <= 32 else ""  # short cells stay on one line
-        return f"<td><code>{safe[2:]}</code></td>" if safe.startswith("$ ") else f"<td{narrow}>{safe}</td>"
-
-    top = f"<thead><tr>{''.join(f'<th>{html.escape(h)}</th>' for h in head)}</tr></thead>" if any(head) else ""
-    body = "".join(f"<tr>{''.join(cell(c) for c in row)}</tr>" for row in rows)
-    foot = f"<p class='note'>{html.escape(note)}</p>" if note else ""
-    return f"<div class='table'><table>{top}<tbody>{body}</tbody></table></div>{foot}"
-
-
-# --- figures ---------------------------------------------------------------------------------------------------------
 
 
 @plots.styled
@@ -528,13 +57,22 @@ def gains(comparison: crossover.Comparison) -> Figure:
     for axis, batch in zip(axes.flat, batches, strict=False):
         mine = pairs[pairs["batch"] == batch].sort_values("context_tokens")
         best, drawn = crossover.difference(tp, cp, [(c, batch) for c in lines])
-        axis.fill_between(lines, *np.percentile(-drawn, [2.5, 97.5], axis=0), color=plots.CP_COLOUR, alpha=0.15, linewidth=0)
+        axis.fill_between(
+            lines, *np.percentile(-drawn, [2.5, 97.5], axis=0), color=plots.CP_COLOUR, alpha=0.15, linewidth=0
+        )
         axis.plot(lines, -best, color=plots.CP_COLOUR, linestyle=(0, (5, 2)), linewidth=1.1)
         most = [(c, floors[c, batch][0] - floors[c, batch][1]) for c in mine["context_tokens"] if (c, batch) in floors]
         if most:
             axis.plot(*zip(*most, strict=True), "_", color=plots.FLOOR_COLOUR, markersize=10, markeredgewidth=1.6)
         axis.axhline(0.0, color=plots.LINE_COLOUR, linewidth=0.9, zorder=1)
-        axis.vlines(mine["context_tokens"], -mine["delta_high"], -mine["delta_low"], color=plots.CP_COLOUR, linewidth=2.6, alpha=0.4)
+        axis.vlines(
+            mine["context_tokens"],
+            -mine["delta_high"],
+            -mine["delta_low"],
+            color=plots.CP_COLOUR,
+            linewidth=2.6,
+            alpha=0.4,
+        )
         axis.plot(mine["context_tokens"], -mine["delta_us"], "s", color=plots.CP_COLOUR, zorder=3)
         axis.set_title(f"batch {batch}", loc="left", fontweight="bold")
         plots.context_axis(axis, contexts)
@@ -545,7 +83,9 @@ def gains(comparison: crossover.Comparison) -> Figure:
     low, high = 1.25 * min(-pairs["delta_us"].max(), -2.0), 1.4 * max(-pairs["delta_us"].min(), 4.0)
     axes[0, 0].set_yscale("symlog", linthresh=4.0, linscale=1.2)
     axes[0, 0].set_ylim(low, high)
-    ticks = [t for t in (-400, -100, -40, -10, -4, -2, 0, 2, 4, 10, 40, 100, 400, 1000, 4000, 10_000) if low <= t <= high]
+    ticks = [
+        t for t in (-400, -100, -40, -10, -4, -2, 0, 2, 4, 10, 40, 100, 400, 1000, 4000, 10_000) if low <= t <= high
+    ]
     axes[0, 0].set_yticks(ticks, [f"{t:+d}" if t else "0" for t in ticks])
     axes[0, 0].set_yticks([], minor=True)
     for line in axes:
@@ -555,7 +95,11 @@ def gains(comparison: crossover.Comparison) -> Figure:
         (Patch(facecolor=plots.CP_COLOUR, alpha=0.15), Line2D([], [], color=plots.CP_COLOUR, linestyle=(0, (5, 2)))),
         Line2D([], [], color=plots.FLOOR_COLOUR, marker="_", markersize=10, markeredgewidth=1.6, linestyle="none"),
     ]
-    words = ["measured (above 0: CP faster), bar: 95%", "predicted by the cost model, 95%", "most that the bytes allow: page read TP - CP, measured"]
+    words = [
+        "measured (above 0: CP faster), bar: 95%",
+        "predicted by the cost model, 95%",
+        "most that the bytes allow: page read TP - CP, measured",
+    ]
     fig.legend(handles, words, loc="outside lower center", ncols=2)
     return fig
 
@@ -583,17 +127,42 @@ def breakdown(comparison: crossover.Comparison) -> Figure:
             for stage, us_part in parts(model, *where).items():
                 if us_part > 0:
                     _, colour, hatch = STAGES[stage]
-                    axis.barh(place, us_part, left=left, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5, height=0.62)
+                    axis.barh(
+                        place,
+                        us_part,
+                        left=left,
+                        color=colour,
+                        hatch=hatch,
+                        edgecolor="white",
+                        linewidth=0.5,
+                        height=0.62,
+                    )
                     left += us_part
                     used.add(stage)
-            axis.plot(us, place, "s" if place == 0 else "o", color=plots.CP_COLOUR if place == 0 else plots.TP_COLOUR, markeredgecolor="white", markersize=6, zorder=4)
+            axis.plot(
+                us,
+                place,
+                "s" if place == 0 else "o",
+                color=plots.CP_COLOUR if place == 0 else plots.TP_COLOUR,
+                markeredgecolor="white",
+                markersize=6,
+                zorder=4,
+            )
             if where in floors:
-                axis.plot([floors[where][1 - place]] * 2, [place - 0.42, place + 0.42], color=plots.LINE_COLOUR, linewidth=1.6, zorder=4)
+                axis.plot(
+                    [floors[where][1 - place]] * 2,
+                    [place - 0.42, place + 0.42],
+                    color=plots.LINE_COLOUR,
+                    linewidth=1.6,
+                    zorder=4,
+                )
         axis.set_yticks([0, 1], ["CP", "TP"])
         axis.set_ylim(-0.55, 1.55)
         axis.set_xlim(0, 1.06 * max(pair["tp_us"], pair["cp_us"]))
         axis.grid(False, axis="y")
-        axis.set_ylabel(f"{where[1]} ×\n{tokens_about(where[0])}", rotation=0, ha="right", va="center", fontweight="bold")
+        axis.set_ylabel(
+            f"{where[1]} ×\n{tokens_about(where[0])}", rotation=0, ha="right", va="center", fontweight="bold"
+        )
     axes[-1].set_xlabel("µs a layer (requests × context at the left; each row its own scale)")
     handles = [Patch(facecolor=c, hatch=h, edgecolor="white") for s, (_, c, h) in STAGES.items() if s in used]
     words = [f"{s}, modelled" for s in STAGES if s in used]
@@ -613,7 +182,9 @@ def scaling(found: Review) -> Figure | None:
     """
     rows = frames.timed(found.run.frame)
     first = found.choices[0].first
-    rows = rows[(rows["mix"] == "uniform") & (rows["dtype"] == first["dtype"]) & (rows["query_len"] == first["query_len"])]
+    rows = rows[
+        (rows["mix"] == "uniform") & (rows["dtype"] == first["dtype"]) & (rows["query_len"] == first["query_len"])
+    ]
     reads = rows[(rows["arm"] == "page_read") & (rows["bytes_read"] > 0)]
     wide = [where for where, part in reads.groupby(["context_tokens", "batch"]) if part["world"].nunique() > 2]
     wide = sorted(wide, key=lambda where: where[0] * where[1])
@@ -628,18 +199,37 @@ def scaling(found: Review) -> Figure | None:
         here = rows[(rows["context_tokens"] == context) & (rows["batch"] == batch)]
         worlds = sorted(set(reads[(reads["context_tokens"] == context) & (reads["batch"] == batch)]["world"]))
         floor = here[here["arm"] == "page_read"].groupby("world")["median_us"].median()
-        axis.plot(range(len(worlds)), [floor[w] for w in worlds], "_", color=plots.FLOOR_COLOUR, markersize=16, markeredgewidth=1.8)
-        handles["page read of 1/P, measured floor"] = Line2D([], [], color=plots.FLOOR_COLOUR, marker="_", markersize=12, markeredgewidth=1.8, linestyle="none")
+        axis.plot(
+            range(len(worlds)),
+            [floor[w] for w in worlds],
+            "_",
+            color=plots.FLOOR_COLOUR,
+            markersize=16,
+            markeredgewidth=1.8,
+        )
+        handles["page read of 1/P, measured floor"] = Line2D(
+            [], [], color=plots.FLOOR_COLOUR, marker="_", markersize=12, markeredgewidth=1.8, linestyle="none"
+        )
         for arm, colour, marker, shift, word in (
             ("tp", plots.TP_COLOUR, "o", -0.12, "TP"), ("cp", plots.CP_COLOUR, "s", 0.12, "CP"), ("cp_local", "#009E73", "D", 0.0, "CP without exchange"),
         ):  # fmt: skip
-            mine = here[(here["arm"] == arm) & (here["form"] == _none(first["form"]))]
+            mine = here[(here["arm"] == arm) & (here["form"] == given(first["form"]))]
             if arm == "cp":
-                mine = mine[(mine["queries"] == first["queries"]) & (mine["exchange"] == first["exchange"]) & mine["threshold_blocks"].isna()]
+                mine = mine[
+                    (mine["queries"] == first["queries"])
+                    & (mine["exchange"] == first["exchange"])
+                    & mine["threshold_blocks"].isna()
+                ]
             medians = mine.groupby("world")["median_us"].median()
             known = [w for w in worlds if w in medians.index]
             if known:
-                axis.plot([worlds.index(w) + shift for w in known], [medians[w] for w in known], marker, color=colour, zorder=4)
+                axis.plot(
+                    [worlds.index(w) + shift for w in known],
+                    [medians[w] for w in known],
+                    marker,
+                    color=colour,
+                    zorder=4,
+                )
                 handles[f"{word}, measured"] = Line2D([], [], color=colour, marker=marker, linestyle="none")
             if arm != "cp":
                 continue
@@ -647,10 +237,16 @@ def scaling(found: Review) -> Figure | None:
                 guess = wider(found.main.cp, context, batch, w)
                 axis.errorbar(worlds.index(w) + shift, guess.us, [[guess.us - guess.low_us], [guess.high_us - guess.us]], fmt=marker, color=colour,
                               markerfacecolor="none", elinewidth=1.0, capsize=3, ecolor=colour, linestyle="none", zorder=3)  # fmt: skip
-                handles["CP, modelled; a further peer's cost assumed, 95%"] = Line2D([], [], color=colour, marker=marker, markerfacecolor="none", linestyle="none")
+                handles["CP, modelled; a further peer's cost assumed, 95%"] = Line2D(
+                    [], [], color=colour, marker=marker, markerfacecolor="none", linestyle="none"
+                )
         tp = found.main.tp
-        axis.axhline(tp.us(tp.point(context, batch)), color=plots.TP_COLOUR, linestyle=(0, (5, 2)), linewidth=1.0, zorder=1)
-        handles["TP, modelled: reads all of it at any P"] = Line2D([], [], color=plots.TP_COLOUR, linestyle=(0, (5, 2)), linewidth=1.0)
+        axis.axhline(
+            tp.us(tp.point(context, batch)), color=plots.TP_COLOUR, linestyle=(0, (5, 2)), linewidth=1.0, zorder=1
+        )
+        handles["TP, modelled: reads all of it at any P"] = Line2D(
+            [], [], color=plots.TP_COLOUR, linestyle=(0, (5, 2)), linewidth=1.0
+        )
         axis.set_xticks(range(len(worlds)), [f"{w}" for w in worlds])
         axis.set_xlim(-0.5, len(worlds) - 0.5)
         axis.set_ylim(0, None)
@@ -678,10 +274,14 @@ def every_arm(found: Review) -> Figure:
     for name in names:
         same &= rows[name] == first[name]
     rows = rows[same & (rows["rows_padded"] == 0) & (rows["shared_prefix_tokens"] == 0)]
-    rows = rows.assign(path_name=[("CP: " if r["arm"].endswith("cp") else "TP: ") + who(r, rows) for _, r in rows.iterrows()])
+    rows = rows.assign(
+        path_name=[("CP: " if r["arm"].endswith("cp") else "TP: ") + who(r, rows) for _, r in rows.iterrows()]
+    )
     where = rows.groupby(["context_tokens", "batch"])["path_name"].nunique()
     best = sorted(where[where == where.max()].index, key=lambda w: w[0] * w[1])
-    best = [w for w in best if rows[(rows["context_tokens"] == w[0]) & (rows["batch"] == w[1])]["bytes_read"].min() > 0] or best
+    best = [
+        w for w in best if rows[(rows["context_tokens"] == w[0]) & (rows["batch"] == w[1])]["bytes_read"].min() > 0
+    ] or best
     chosen = [best[i] for i in sorted({min(1, len(best) - 1), len(best) // 2, len(best) - 1})]
     order = sorted(set(rows["path_name"]), key=lambda n: (n.startswith("CP"), "m3cp" not in n, n), reverse=True)
     fig = plots.figure(10.2, 0.3 * len(order) + 1.5)
@@ -708,9 +308,16 @@ def every_arm(found: Review) -> Figure:
         axis.set_title(f"{batch} × {tokens_about(context)} tokens", loc="left", fontsize=9, fontweight="bold")
     handles = [Line2D([], [], color=plots.TP_COLOUR, marker="o", linestyle="none"), Line2D([], [], color=plots.CP_COLOUR, marker="s", linestyle="none"),
                Line2D([], [], color=plots.TP_COLOUR, linewidth=1.4), Line2D([], [], color=plots.CP_COLOUR, linewidth=1.4)]  # fmt: skip
-    words = ["TP, measured", "CP, measured", "page read of TP's bytes, measured floor", "page read of CP's bytes, measured floor"]
+    words = [
+        "TP, measured",
+        "CP, measured",
+        "page read of TP's bytes, measured floor",
+        "page read of CP's bytes, measured floor",
+    ]
     if any(extra.get("best") for extra in rows["extra"]):
-        handles.append(Line2D([], [], color=plots.LINE_COLOUR, marker="D", markerfacecolor="white", markersize=4, linestyle="none"))
+        handles.append(
+            Line2D([], [], color=plots.LINE_COLOUR, marker="D", markerfacecolor="white", markersize=4, linestyle="none")
+        )
         words.append("an engine at its best launch settings, measured")
     fig.legend(handles, words, loc="outside lower center", ncols=4 if len(words) == 4 else 3)
     return fig
@@ -723,21 +330,42 @@ def beside_published(found: Review) -> Figure:
     theirs = crossover.headline(others)
     fig = plots.figure(WIDE, 4.3)
     axis = fig.subplots()
-    shown = found.choices[:1] + tuple(c for c in found.choices[1:] if c.first["form"] == "staged" and c.first["queries"] == "gathered")[:1]
+    shown = (
+        found.choices[:1]
+        + tuple(c for c in found.choices[1:] if c.first["form"] == "staged" and c.first["queries"] == "gathered")[:1]
+    )
     sets = [(f"measured: {found.where}, {c.comparison.pairs['cache_state'].mode()[0]}; {c.name}", c.comparison.pairs, colour, marker, colour)
             for c, colour, marker in zip(shown, (plots.CP_COLOUR, "#009E73"), ("s", "D"), strict=False)]  # fmt: skip
     kind = theirs.pairs.iloc[0]
-    sets.append((f"published: {kind['node']}, P = {kind['world']}, {kind['dtype']}, warm; SGLang's kernels", theirs.pairs, plots.LINE_COLOUR, "o", "none"))
+    sets.append(
+        (
+            f"published: {kind['node']}, P = {kind['world']}, {kind['dtype']}, warm; SGLang's kernels",
+            theirs.pairs,
+            plots.LINE_COLOUR,
+            "o",
+            "none",
+        )
+    )
     low, high = math.inf, 0.0
     for name, pairs, colour, marker, face in sets:
         pairs = pairs[pairs["read"]]
-        megabytes = [c * b * s.key_bytes(d) / s.block_size / 1e6 for c, b, s, d in zip(pairs["context_tokens"], pairs["batch"], pairs["shape"], pairs["dtype"], strict=True)]
+        megabytes = [
+            c * b * s.key_bytes(d) / s.block_size / 1e6
+            for c, b, s, d in zip(pairs["context_tokens"], pairs["batch"], pairs["shape"], pairs["dtype"], strict=True)
+        ]
         axis.plot(megabytes, pairs["ratio"], marker, color=colour, markerfacecolor=face, label=name, zorder=3)
         low, high = min(low, *megabytes), max(high, *megabytes)
     axis.axhline(1.0, color=plots.LINE_COLOUR, linewidth=0.9)
     for world, words in ((int(found.choices[0].first["world"]), "this node"), (int(kind["world"]), "published")):
         axis.axhline(world, color=plots.FLOOR_COLOUR, linestyle=":", linewidth=1.0)
-        axis.annotate(f"P = {world}: if only bytes counted ({words})", (low, world), (0, 3), textcoords="offset points", fontsize=7.5, color=plots.FLOOR_COLOUR)
+        axis.annotate(
+            f"P = {world}: if only bytes counted ({words})",
+            (low, world),
+            (0, 3),
+            textcoords="offset points",
+            fontsize=7.5,
+            color=plots.FLOOR_COLOUR,
+        )
     axis.set_xscale("log")
     sizes = [10**e for e in range(-3, 7) if low / 3 <= 10**e <= high * 3]
     axis.set_xticks(sizes, [f"{v:g}" for v in sizes])
@@ -776,9 +404,27 @@ def traffic_map(found: Review) -> Figure:
     ):
         mine = np.array(mine)
         if mine.any():
-            left.plot(mean[mine], size[mine], marker, color=colour, alpha=0.55, markersize=4, markeredgewidth=0.8 if marker == "x" else 0, label=f"{word}: {int(mine.sum())} steps")
+            left.plot(
+                mean[mine],
+                size[mine],
+                marker,
+                color=colour,
+                alpha=0.55,
+                markersize=4,
+                markeredgewidth=0.8 if marker == "x" else 0,
+                label=f"{word}: {int(mine.sum())} steps",
+            )
     known = [a for a in found.main.measured if a.value and a.answer == "crosses"]
-    left.plot([a.value for a in known], [a.at for a in known], "-", color=plots.LINE_COLOUR, marker="D", markersize=4, markerfacecolor="white", label="break-even, measured, equal lengths")
+    left.plot(
+        [a.value for a in known],
+        [a.at for a in known],
+        "-",
+        color=plots.LINE_COLOUR,
+        marker="D",
+        markersize=4,
+        markerfacecolor="white",
+        label="break-even, measured, equal lengths",
+    )
     ends = [*mean, *(a.value for a in known)]
     ticks = [2**e for e in range(10, 21) if min(ends) / 2 <= 2**e <= 2 * max(ends)]
     plots.context_axis(left, ticks)
@@ -821,9 +467,6 @@ def arms_over_context(comparison: crossover.Comparison, batches: int = 3) -> Fig
     return plots.curves(comparison.frame[comparison.frame["batch"].isin(kept)], comparison.models)
 
 
-# --- what each figure says: (claim, note), both from the data --------------------------------------------------------
-
-
 def says_map(found: Review) -> tuple[str, str]:
     """Of the map."""
     total, each = pays_from(found.main)
@@ -839,9 +482,19 @@ def says_map(found: Review) -> tuple[str, str]:
 def says_gains(found: Review) -> tuple[str, str]:
     """Of the gains: the share of what the bytes allow that CP gets, and how far the prediction is off."""
     floors, tp, cp = floor_of(found.main), found.main.tp, found.main.cp
-    lines = [(p, floors.get((int(p["context_tokens"]), int(p["batch"])))) for _, p in found.main.pairs[found.main.pairs["read"]].iterrows()]
+    lines = [
+        (p, floors.get((int(p["context_tokens"]), int(p["batch"]))))
+        for _, p in found.main.pairs[found.main.pairs["read"]].iterrows()
+    ]
     shares = [(-p["delta_us"] / (f[0] - f[1]), p) for p, f in lines if f and f[0] > f[1]]
-    misses = [abs(tp.us(tp.point(p["context_tokens"], p["batch"])) - cp.us(cp.point(p["context_tokens"], p["batch"])) + p["delta_us"]) for p, _ in lines]
+    misses = [
+        abs(
+            tp.us(tp.point(p["context_tokens"], p["batch"]))
+            - cp.us(cp.point(p["context_tokens"], p["batch"]))
+            + p["delta_us"]
+        )
+        for p, _ in lines
+    ]
     note = (
         f"The prediction misses the measured difference by {np.median(misses):.2f} µs at the median. Where no key is read the "
         "model says nothing. Up to ±4 µs the scale is linear, beyond it logarithmic."
@@ -849,7 +502,10 @@ def says_gains(found: Review) -> tuple[str, str]:
     if not shares:
         return "CP's gain grows with the bytes it does not read.", note
     share, pair = max(shares, key=lambda s: s[1]["context_tokens"] * s[1]["batch"])
-    return f"CP's gain grows with the bytes it does not read, to {100 * share:.0f}% of what page reads allow ({pair['batch']} × {tokens_about(pair['context_tokens'])}).", note
+    return (
+        f"CP's gain grows with the bytes it does not read, to {100 * share:.0f}% of what page reads allow ({pair['batch']} × {tokens_about(pair['context_tokens'])}).",
+        note,
+    )
 
 
 def says_arms(found: Review) -> tuple[str, str]:
@@ -894,7 +550,9 @@ def says_scaling(found: Review) -> tuple[str, str]:
 def says_engines(found: Review) -> tuple[str, str]:
     """Of the engines."""
     claim = f"Kernels and collectives told apart: break-even is at {pays_from(found.main)[0]} tokens a step for {found.choices[0].name}"
-    others = [f"{pays_from(c.comparison)[0]} for {c.name}" for c in found.choices[1:] if c.first["queries"] == "gathered"][:2]
+    others = [
+        f"{pays_from(c.comparison)[0]} for {c.name}" for c in found.choices[1:] if c.first["queries"] == "gathered"
+    ][:2]
     note = engines_text(found) + " Gathered is to be compared with gathered. Bars: all rounds."
     return "; ".join([claim, *others]) + ".", note
 
@@ -906,7 +564,10 @@ def says_published(found: Review) -> tuple[str, str]:
         "so levels are not to be compared: the shape is. A rank's reads decide, and a fixed cost decides where the curve starts."
     )
     theirs = crossover.headline(crossover.comparisons(frames.published(), noise=0.05, draws=50)).pairs
-    best = [f"{pairs['ratio'].max():.2f} of {pairs['world'].iloc[0]} {word}" for pairs, word in ((found.main.pairs, "here"), (theirs, "published"))]
+    best = [
+        f"{pairs['ratio'].max():.2f} of {pairs['world'].iloc[0]} {word}"
+        for pairs, word in ((found.main.pairs, "here"), (theirs, "published"))
+    ]
     return f"One shape on both nodes: CP loses on few bytes and gains on many, at most {' and '.join(best)}.", note
 
 
@@ -916,16 +577,22 @@ def says_traffic(found: Review) -> tuple[str, str]:
     regret = None
     if answer.steps:
         first = found.choices[0].first
-        regret = policy.regret(found.choices[0].policy, [s.context_lengths for s in found.steps], int(first["world"]), str(first["dtype"]), int(first["query_len"]), draws=200)
+        regret = policy.regret(
+            found.choices[0].policy,
+            [s.context_lengths for s in found.steps],
+            int(first["world"]),
+            str(first["dtype"]),
+            int(first["query_len"]),
+            draws=200,
+        )
     shared = sum(s.distinct_tokens for s in found.steps) / max(1, sum(sum(s.context_lengths) for s in found.steps))
     note = "Left: steps at their mean context; the policy judges each by all of its lengths. "
     note += regret.text.split(". ")[-1] if regret else ""
     if shared < 0.95:
-        note += f" Requests share prefixes: {shared:.0%} of the cached tokens are distinct, and all of them are counted."
+        note += (
+            f" Requests share prefixes: {shared:.0%} of the cached tokens are distinct, and all of them are counted."
+        )
     return f"{found.traffic}: {answer.text[0].upper()}{answer.text[1:]}.", note
-
-
-# --- the page --------------------------------------------------------------------------------------------------------
 
 
 class Figures:
@@ -991,12 +658,16 @@ def page(executed: Path | str, out: Path | str, title: str) -> Path:
     config = Config()
     config.HTMLExporter.preprocessors = ["nbconvert.preprocessors.TagRemovePreprocessor"]
     config.TagRemovePreprocessor.remove_cell_tags = {"hidden", "parameters", "injected-parameters"}
-    exporter = HTMLExporter(config=config, template_name="basic", exclude_input=True, exclude_input_prompt=True, exclude_output_prompt=True)
+    exporter = HTMLExporter(
+        config=config, template_name="basic", exclude_input=True, exclude_input_prompt=True, exclude_output_prompt=True
+    )
     body, _ = exporter.from_notebook_node(nbformat.read(str(executed), as_version=4))
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     head = f"<meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'><title>{html.escape(title)}</title>"
-    out.write_text(f"<!doctype html>\n<html lang='en'><head>{head}<style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n")
+    out.write_text(
+        f"<!doctype html>\n<html lang='en'><head>{head}<style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
     return out
 
 
@@ -1021,8 +692,12 @@ def main(node: str = "", traffic: Path | str | None = None, out: Path | str | No
     figures = out / "figures"
     for old in figures.glob("[0-9][0-9]_*.*"):  # numbered: what an earlier page had is not mixed in
         old.unlink()
-    given = {"run": str(folder), "traffic": str(Path(traffic).resolve()) if traffic else "", "figures": str(figures)}
-    executed = run_notebook("30_design_review", given, out=out / "30_design_review.ipynb")
+    parameters = {
+        "run": str(folder),
+        "traffic": str(Path(traffic).resolve()) if traffic else "",
+        "figures": str(figures),
+    }
+    executed = run_notebook("30_design_review", parameters, out=out / "30_design_review.ipynb")
     written = page(executed, out / "report.html", f"m3cp design review: {folder.name}")
     drawn = sorted(figures.glob("*.svg"))
     lines = [f"{written}", f"{figures}: {len(drawn)} figures, each as SVG and PNG"]

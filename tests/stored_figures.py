@@ -21,7 +21,7 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 
-from m3cp import lesson, records, report
+from m3cp import lesson, records, report, review
 from m3cp.shapes import IndexerShape, Point
 
 STORED = Path(__file__).with_name("stored")
@@ -46,8 +46,16 @@ def facts(figure) -> dict:
             for line in axis.lines
             if line not in modelled(axis) and not line.is_dashed() and not is_hollow(line) and line.get_linestyle() not in (":", "--")
         ]  # fmt: skip
-        boxes = [[number(v) for v in (*patch.get_xy(), patch.get_width(), patch.get_height())] + [matplotlib_hex(patch)] for patch in axis.patches if isinstance(patch, Rectangle)]
-        images = [[[number(v) for v in row] for row in np.ma.filled(image.get_array(), np.nan)] for image in axis.images if isinstance(image, AxesImage)]
+        boxes = [
+            [number(v) for v in (*patch.get_xy(), patch.get_width(), patch.get_height())] + [matplotlib_hex(patch)]
+            for patch in axis.patches
+            if isinstance(patch, Rectangle)
+        ]
+        images = [
+            [[number(v) for v in row] for row in np.ma.filled(image.get_array(), np.nan)]
+            for image in axis.images
+            if isinstance(image, AxesImage)
+        ]
         assert all(isinstance(c, Collection) for c in axis.collections)
         found["axes"].append({
             "title": axis.get_title(loc="left"), "x": axis.get_xlabel(), "y": axis.get_ylabel(),
@@ -59,7 +67,9 @@ def facts(figure) -> dict:
 
 def modelled(axis) -> list:
     """Lines that belong to error bars: those stand for what a model says."""
-    return [line for bars in axis.containers if isinstance(bars, ErrorbarContainer) for line in (bars[0], *bars[1]) if line]
+    return [
+        line for bars in axis.containers if isinstance(bars, ErrorbarContainer) for line in (bars[0], *bars[1]) if line
+    ]
 
 
 def is_hollow(line) -> bool:
@@ -117,7 +127,11 @@ def key_bits():
     from m3cp import keys
 
     rest = keys.MAX_BLOCKS - 1
-    made = [(2 << 60) | (rest - 23), (1 << 60) | (0xC1C98000 << 28) | (rest - 15), (1 << 60) | (0xC1C98000 << 28) | (rest - 16)]
+    made = [
+        (2 << 60) | (rest - 23),
+        (1 << 60) | (0xC1C98000 << 28) | (rest - 15),
+        (1 << 60) | (0xC1C98000 << 28) | (rest - 16),
+    ]
     return lesson.key_bits(list(zip(("block 23, forced", "block 15", "block 16"), made, strict=True)))
 
 
@@ -143,19 +157,23 @@ def rows() -> tuple[records.Row, ...]:
     for context in (8192, 131_072):
         for world in (1, 2, 4, 8):
             point = Point(context, 8, world=world, arm="page_read", max_context=2**20)
-            found.append(synthetic.row(point, synthetic.truth_us(point, {"launch": 2.5, "us_per_mb": 0.21 / world}), rng, jitter=0.0))
+            found.append(
+                synthetic.row(
+                    point, synthetic.truth_us(point, {"launch": 2.5, "us_per_mb": 0.21 / world}), rng, jitter=0.0
+                )
+            )
     return tuple(dataclasses.replace(row, provenance={**row.provenance, **GPUS}) for row in found)
 
 
 @functools.cache
-def reviewed() -> report.Review:
+def reviewed() -> review.Review:
     """A review of `rows`, read from a folder as any run is."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         for row in rows():
             records.append(Path(folder) / "synthetic-node", row)
-        return report.review(str(Path(folder) / "synthetic-node"))
+        return review.gather(str(Path(folder) / "synthetic-node"))
 
 
 FIGURES = {

@@ -13,7 +13,9 @@ FACTS = {"code_hash": "abc123def456", "commit": "c0ffee", "dirty": False}
 
 @pytest.fixture(scope="module")
 def good():
-    return [dataclasses.replace(row, provenance=FACTS) for row in synthetic.rows(contexts=(8192, 32_768), batches=(1, 8))]
+    return [
+        dataclasses.replace(row, provenance=FACTS) for row in synthetic.rows(contexts=(8192, 32_768), batches=(1, 8))
+    ]
 
 
 @pytest.fixture
@@ -44,14 +46,18 @@ def test_a_recorded_run_is_found_by_its_name_and_called_recorded(root, good):
 
 
 def test_what_a_reader_should_know_is_said(root, good):
-    rows = [dataclasses.replace(r, unsteady=True, provenance={**FACTS, "dirty": None}) for r in good if r.point.arm == "tp"]
+    rows = [
+        dataclasses.replace(r, unsteady=True, provenance={**FACTS, "dirty": None}) for r in good if r.point.arm == "tp"
+    ]
     write(root, rows, "odd")
     said = "\n".join(recording.record("odd", "odd-node", root=root))
     assert "4 of 4 timed rows are unsteady" in said and "not known" in said and "no CP row" in said
 
 
 def test_a_torn_line_and_a_failed_point_are_no_obstacle(root, good):
-    failed = dataclasses.replace(good[0], status="failed", samples_us=[], rank_samples_us=[], check={}, error="out of memory")
+    failed = dataclasses.replace(
+        good[0], status="failed", samples_us=[], rank_samples_us=[], check={}, error="out of memory"
+    )
     folder = write(root, [failed])
     with open(folder / records.ROWS_FILE, "a") as file:
         file.write('{"point": {"context_tok')
@@ -63,7 +69,13 @@ def test_a_torn_line_and_a_failed_point_are_no_obstacle(root, good):
 
 
 def wrong(row):
-    return dict(status="failed", samples_us=[], rank_samples_us=[], check={"passed": False, "mismatches": 3}, error="3 rows differ")
+    return dict(
+        status="failed",
+        samples_us=[],
+        rank_samples_us=[],
+        check={"passed": False, "mismatches": 3},
+        error="3 rows differ",
+    )
 
 
 @pytest.mark.parametrize(

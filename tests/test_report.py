@@ -15,7 +15,7 @@ import stored_figures
 import synthetic
 from typer.testing import CliRunner
 
-from m3cp import cli, frames, notebook, records, report, workload
+from m3cp import cli, frames, notebook, records, report, review, workload
 
 NOTEBOOK = notebook.FOLDER / "30_design_review.ipynb"
 DEAR = {**synthetic.CP, "launch": 5000.0}  # a fixed cost that nothing measured buys back
@@ -35,7 +35,11 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def traffic(tmp_path_factory):
-    steps = [workload.Step((length,) * size, length // 2) for length in (5000, 9000, 20_000, 60_000, 100_000) for size in range(1, 13)]
+    steps = [
+        workload.Step((length,) * size, length // 2)
+        for length in (5000, 9000, 20_000, 60_000, 100_000)
+        for size in range(1, 13)
+    ]
     return workload.write(tmp_path_factory.mktemp("traffic") / "mine.jsonl", steps)
 
 
@@ -46,7 +50,7 @@ def found():
 
 @pytest.fixture(scope="module")
 def with_traffic(run, traffic):
-    return report.review(str(run), str(traffic))
+    return review.gather(str(run), str(traffic))
 
 
 @pytest.mark.parametrize("name", [n for n in stored_figures.FIGURES if n.startswith("review")])
@@ -61,50 +65,84 @@ def test_the_stored_gains_are_what_the_rows_say():
     panel = next(a for a in stored["axes"] if a["title"] == "batch 8")
     (marks,) = [line for line in panel["lines"] if line["marker"] == "s"]
     for context, gain in zip(marks["x"], marks["y"], strict=True):
-        us = {r.point.arm: r.median_us for r in stored_figures.rows() if (r.point.context_tokens, r.point.batch) == (context, 8) and r.point.arm in ("tp", "cp")}
+        us = {
+            r.point.arm: r.median_us
+            for r in stored_figures.rows()
+            if (r.point.context_tokens, r.point.batch) == (context, 8) and r.point.arm in ("tp", "cp")
+        }
         assert gain == pytest.approx(us["tp"] - us["cp"], rel=1e-3)
 
 
 def test_the_headline_names_the_measured_break_even(found):
-    low, high = re.match(r"Turn context parallelism on where a decode step holds more than about (\S+) tokens .* below (\S+)\.", report.headline(found)).groups()
-    sums = [a.value * a.at for a in report.crossings(found.main)]
-    assert sums and low == report.short(max(sums)) and high == report.short(min(sums))
+    low, high = re.match(
+        r"Turn context parallelism on where a decode step holds more than about (\S+) tokens .* below (\S+)\.",
+        review.headline(found),
+    ).groups()
+    sums = [a.value * a.at for a in review.crossings(found.main)]
+    assert sums and low == review.short(max(sums)) and high == review.short(min(sums))
 
 
 @pytest.mark.parametrize(
     ("cp", "words"),
-    [(DEAR, "Leave context parallelism off: tensor parallelism is faster at every"), (CHEAP, "Turn context parallelism on: it is faster wherever")],
+    [
+        (DEAR, "Leave context parallelism off: tensor parallelism is faster at every"),
+        (CHEAP, "Turn context parallelism on: it is faster wherever"),
+    ],
 )
 def test_the_headline_of_rows_without_a_crossing(tmp_path, cp, words):
-    made = report.review(str(a_run(tmp_path / "node", synthetic.rows(cp=cp, contexts=(4096, 32_768, 131_072), batches=(1, 8), jitter=0.0))))
-    assert report.headline(made).startswith(words)
+    made = review.gather(
+        str(
+            a_run(
+                tmp_path / "node", synthetic.rows(cp=cp, contexts=(4096, 32_768, 131_072), batches=(1, 8), jitter=0.0)
+            )
+        )
+    )
+    assert review.headline(made).startswith(words)
     assert report.says_map(made)[0]
 
 
 def test_the_answer_says_for_whom_what_and_how_sure(found):
-    said = report.answer(found)
+    said = review.answer(found)
     assert said.index("verdict") < said.index("<dt>For") < said.index("<dt>Gives") < said.index("<dt>How sure")
-    assert "No engine&#x27;s own kernels have rows in this run" in said and "m3cp kernels, staged, NCCL; queries gathered" in said
+    assert (
+        "No engine&#x27;s own kernels have rows in this run" in said
+        and "m3cp kernels, staged, NCCL; queries gathered" in said
+    )
     pairs = found.main.pairs
     assert f"of {len(pairs)} measured points CP is faster at {(pairs['verdict'] == 'FASTER').sum()}" in said
     assert "unsteady" not in said and "no point was repeated in a fresh process" in said
-    first = report.reference(found.main).iloc[-1]
+    first = review.reference(found.main).iloc[-1]
     assert f"{first['delta_us'] * 57 / 1000:+.2f} ms at {first['batch']} ×" in said
 
 
 def test_unsteady_rows_are_said_at_the_top(tmp_path):
-    rows = [dataclasses.replace(r, unsteady=True) for r in synthetic.rows(contexts=(4096, 32_768, 131_072), batches=(1, 8))]
-    assert "12 of 12" not in report.sure(report.review(str(a_run(tmp_path / "node", rows))))
-    assert "<b>6 of 6 points are marked unsteady</b>" in report.sure(report.review(str(tmp_path / "node")))
+    rows = [
+        dataclasses.replace(r, unsteady=True) for r in synthetic.rows(contexts=(4096, 32_768, 131_072), batches=(1, 8))
+    ]
+    assert "12 of 12" not in review.sure(review.gather(str(a_run(tmp_path / "node", rows))))
+    assert "<b>6 of 6 points are marked unsteady</b>" in review.sure(review.gather(str(tmp_path / "node")))
 
 
 def test_gathered_comes_first_and_replicated_says_what_it_leaves_out(tmp_path):
     rows = list(synthetic.rows(contexts=(4096, 32_768, 131_072), batches=(1, 8)))
-    rows += [dataclasses.replace(r, point=r.point.replace(queries="replicated"), timed_region=["score", "merge"]) for r in rows if r.point.arm == "cp"]
-    made = report.review(str(a_run(tmp_path / "node", rows)))
-    assert [c.name for c in made.choices] == ["m3cp kernels, staged, NCCL; queries gathered", "m3cp kernels, staged, NCCL; queries replicated, projection not charged"]
-    charged = [dataclasses.replace(r, timed_region=["extra_projection", *r.timed_region]) for r in rows if r.point.queries == "replicated"]
-    made = report.review(str(a_run(tmp_path / "charged", [r for r in rows if r.point.queries != "replicated"] + charged)))
+    rows += [
+        dataclasses.replace(r, point=r.point.replace(queries="replicated"), timed_region=["score", "merge"])
+        for r in rows
+        if r.point.arm == "cp"
+    ]
+    made = review.gather(str(a_run(tmp_path / "node", rows)))
+    assert [c.name for c in made.choices] == [
+        "m3cp kernels, staged, NCCL; queries gathered",
+        "m3cp kernels, staged, NCCL; queries replicated, projection not charged",
+    ]
+    charged = [
+        dataclasses.replace(r, timed_region=["extra_projection", *r.timed_region])
+        for r in rows
+        if r.point.queries == "replicated"
+    ]
+    made = review.gather(
+        str(a_run(tmp_path / "charged", [r for r in rows if r.point.queries != "replicated"] + charged))
+    )
     assert [c.name for c in made.choices][1] == "m3cp kernels, staged, NCCL; queries replicated"
 
 
@@ -121,20 +159,20 @@ def engine_rows():
 
 def test_engines_are_shown_by_name_where_they_have_rows(tmp_path):
     rows = [*synthetic.rows(contexts=(4096, 32_768, 131_072), batches=(1, 8)), *engine_rows()]
-    made = report.review(str(a_run(tmp_path / "node", rows)))
+    made = review.gather(str(a_run(tmp_path / "node", rows)))
     assert "vLLM kernels, NCCL, our glue; queries gathered" in [c.name for c in made.choices]
-    assert report.engines_text(made).startswith("vLLM kernels were measured in the same run")
+    assert review.engines_text(made).startswith("vLLM kernels were measured in the same run")
     figure = report.every_arm(made)
     ticks = {t.get_text() for t in figure.axes[0].get_yticklabels()}
     assert {"TP: vLLM kernels, our glue", "CP: vLLM kernels, NCCL, our glue; queries gathered"} <= ticks
     assert "an engine at its best launch settings, measured" in [t.get_text() for t in figure.legends[0].get_texts()]
-    assert "vLLM kernels, NCCL, our glue" in report.engine_table(made)
+    assert "vLLM kernels, NCCL, our glue" in review.engine_table(made)
 
 
 def test_switches_say_which_engine_can_here(found):
-    said = report.switch_table(found)
-    assert said.count("<tr>") == 1 + len(report.refusals(found)) and "CPOptions(enabled=True" in said
-    for switch, why in report.refusals(found):
+    said = review.switch_table(found)
+    assert said.count("<tr>") == 1 + len(review.refusals(found)) and "CPOptions(enabled=True" in said
+    for switch, why in review.refusals(found):
         assert why == switch.refuses("nvidia", 2, "bf16")
 
 
@@ -151,12 +189,19 @@ def test_other_numbers_of_ranks_say_what_they_assume(found):
     assert "assumed" in guess.assumed and guess.low_us < guess.us < guess.high_us
     words = [t.get_text() for t in report.scaling(found).legends[0].get_texts()]
     assert any("modelled" in w and "assumed" in w for w in words)
-    assert report.scaling(dataclasses.replace(found, run=dataclasses.replace(found.run, frame=found.run.frame[found.run.frame["arm"] != "page_read"]))) is None
+    assert (
+        report.scaling(
+            dataclasses.replace(
+                found, run=dataclasses.replace(found.run, frame=found.run.frame[found.run.frame["arm"] != "page_read"])
+            )
+        )
+        is None
+    )
 
 
 def test_traffic_is_answered_for(with_traffic):
-    answer = report.judged(with_traffic, with_traffic.choices[0])
-    said = report.answer(with_traffic)
+    answer = review.judged(with_traffic, with_traffic.choices[0])
+    said = review.answer(with_traffic)
     assert f"for mine.jsonl: it changes a layer&#x27;s indexing by {-answer.gain_us[0]:+.2f}" in said
     assert "60 steps judged" in said and "ms a token over 57 sparse layers" in said
     claim, note = report.says_traffic(with_traffic)
@@ -168,46 +213,61 @@ def test_traffic_is_answered_for(with_traffic):
 
 def test_short_traffic_is_told_to_leave_it_off_and_unmeasured_traffic_nothing(run, tmp_path):
     short = workload.write(tmp_path / "short.jsonl", [workload.Step((5000,)) for _ in range(20)])
-    assert report.headline(report.review(str(run), str(short))).startswith("Leave context parallelism off for short.jsonl")
+    assert review.headline(review.gather(str(run), str(short))).startswith(
+        "Leave context parallelism off for short.jsonl"
+    )
     long = workload.write(tmp_path / "long.jsonl", [workload.Step((1 << 20,) * 64)])
-    assert report.headline(report.review(str(run), str(long))) == "Undecided for long.jsonl: all of its 1 steps lie outside what was measured."
+    assert (
+        review.headline(review.gather(str(run), str(long)))
+        == "Undecided for long.jsonl: all of its 1 steps lie outside what was measured."
+    )
     few = workload.write(tmp_path / "few.jsonl", [workload.Step((1 << 20,) * 64)] * 3 + [workload.Step((60_000,))])
-    assert report.headline(report.review(str(run), str(few))).startswith("Undecided for few.jsonl: 3 of its 4 steps lie outside")
+    assert review.headline(review.gather(str(run), str(few))).startswith(
+        "Undecided for few.jsonl: 3 of its 4 steps lie outside"
+    )
     with pytest.raises(ValueError, match="no traffic was given"):
-        report.traffic_map(report.review(str(run)))
+        report.traffic_map(review.gather(str(run)))
 
 
 def test_other_machines_rows_are_left_out_and_counted(tmp_path):
     rows = synthetic.rows(contexts=(4096, 32_768, 131_072), batches=(1, 8))
     rows += [dataclasses.replace(r, node="another") for r in rows[:3]]
-    made = report.review(str(a_run(tmp_path / "node", rows)))
+    made = review.gather(str(a_run(tmp_path / "node", rows)))
     assert made.left_out == 3 and set(made.run.frame["node"]) == {"synthetic 2x H200"}
-    assert "3 rows of other machines" in report.provenance(made)
+    assert "3 rows of other machines" in review.provenance(made)
 
 
 def test_rows_that_decide_nothing_are_refused_in_words(tmp_path):
     few = a_run(tmp_path / "few", synthetic.rows(contexts=(8192,), batches=(1,)))
     done = CliRunner().invoke(cli.app, ["report", "--node", str(few), "--out", str(tmp_path / "out")], prog_name="m3cp")
-    assert done.exit_code == 1 and "nothing to decide" in done.output and "Traceback (most recent" not in done.output.split("m3cp report:")[0]
+    assert (
+        done.exit_code == 1
+        and "nothing to decide" in done.output
+        and "Traceback (most recent" not in done.output.split("m3cp report:")[0]
+    )
 
 
 def test_a_bad_line_of_traffic_is_told_before_anything_starts(run, tmp_path):
     (tmp_path / "bad.jsonl").write_text("[1, 2]\nseven\n")
-    done = CliRunner().invoke(cli.app, ["report", "--node", str(run), "--traffic", str(tmp_path / "bad.jsonl"), "--out", str(tmp_path / "out")], prog_name="m3cp")
+    done = CliRunner().invoke(
+        cli.app,
+        ["report", "--node", str(run), "--traffic", str(tmp_path / "bad.jsonl"), "--out", str(tmp_path / "out")],
+        prog_name="m3cp",
+    )
     assert done.exit_code == 1 and "bad.jsonl, line 2" in done.output and not (tmp_path / "out").exists()
 
 
 def test_the_default_node_has_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(frames, "ROOT", tmp_path)
     with pytest.raises(FileNotFoundError, match="no run on GPUs"):
-        report.default_node()
+        review.default_node()
     rows = synthetic.rows(contexts=(8192,), batches=(1,))
     a_run(tmp_path / "data" / "measured" / "node", rows)
     for row in rows:
         records.append(tmp_path / "data" / "runs" / "on-the-cpu", row)
-    assert report.default_node().endswith("measured/node")
+    assert review.default_node().endswith("measured/node")
     a_run(tmp_path / "data" / "runs" / "on-gpus", rows)
-    assert report.default_node().endswith("runs/on-gpus")
+    assert review.default_node().endswith("runs/on-gpus")
 
 
 def test_a_figure_is_numbered_claimed_and_embedded(found, tmp_path):
@@ -225,7 +285,9 @@ def page(run, traffic, tmp_path_factory):
     (out / "figures" / "09_old.svg").write_text("from an earlier page")
     options = f"--node {run} --traffic {traffic} --out {out}"
     command = ["make", "-C", str(frames.ROOT), "report", f"PY={sys.executable}", "SETUP=true", f"ARGS={options}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(frames.ROOT)})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(frames.ROOT)}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return out, done.stdout
 
@@ -257,14 +319,18 @@ def test_the_page_in_a_browser(page):
     sync_api = pytest.importorskip("playwright.sync_api")
     chromium = shutil.which("chromium") or pytest.skip("needs chromium, found none")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"])
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        )
         for width in (1280, 820):
             tab, said, asked = browser.new_page(viewport={"width": width, "height": 1000}), [], []
             tab.on("console", lambda message, said=said: said.append(message.text))
             tab.on("pageerror", lambda error, said=said: said.append(str(error)))
             tab.on("request", lambda request, asked=asked: asked.append(request.url))
             tab.goto((page[0] / "report.html").as_uri())
-            assert said == [] and [url for url in asked if not url.startswith("data:")] == [(page[0] / "report.html").as_uri()]
+            assert said == [] and [url for url in asked if not url.startswith("data:")] == [
+                (page[0] / "report.html").as_uri()
+            ]
             assert tab.evaluate("document.documentElement.scrollWidth") <= width
             assert tab.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 100)")
             assert tab.locator(".verdict").bounding_box()["y"] < 400  # the answer is on the first screen
@@ -282,18 +348,29 @@ def test_the_figures_stand_alone_too(page):
 
 def test_every_number_of_a_measured_cell_is_in_the_table(found):
     """The gain table's measured columns are the pairs', not the model's."""
-    text = report.gain_table(found)
-    for _, pair in report.reference(found.main).iterrows():
+    text = review.gain_table(found)
+    for _, pair in review.reference(found.main).iterrows():
         assert f"<td class='n'>{pair['tp_us']:.1f}</td>" in text and f"<td class='n'>{pair['cp_us']:.1f}</td>" in text
 
 
-@pytest.mark.parametrize(("tokens", "words"), [(37_800, "37k"), (1024, "1k"), (9_400, "9.2k"), (700_000, "684k"), (3 << 20, "3M"), (1.5 * 2**20, "1.5M"), (0, "0")])
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (37_800, "37k"),
+        (1024, "1k"),
+        (9_400, "9.2k"),
+        (700_000, "684k"),
+        (3 << 20, "3M"),
+        (1.5 * 2**20, "1.5M"),
+        (0, "0"),
+    ],
+)
 def test_tokens_in_two_digits(tokens, words):
-    assert report.short(tokens) == words
+    assert review.short(tokens) == words
 
 
 def test_words_in_tables_are_escaped():
-    assert report.table(["<a>"], [["$ rm <x>", "1 & 2"]], "n < 3") == (
+    assert review.table(["<a>"], [["$ rm <x>", "1 & 2"]], "n < 3") == (
         "<div class='table'><table><thead><tr><th>&lt;a&gt;</th></tr></thead><tbody><tr><td><code>rm &lt;x&gt;</code></td><td class='n'>1 &amp; 2</td></tr></tbody></table></div>"
         "<p class='note'>n &lt; 3</p>"
     )
@@ -307,7 +384,14 @@ def test_measured_and_modelled_never_share_a_mark(found):
 
 
 def test_no_words_leave_the_figures(found, with_traffic):
-    drawn = [report.gains(found.main), report.breakdown(found.main), report.scaling(found), report.every_arm(found), report.beside_published(found), report.traffic_map(with_traffic)]
+    drawn = [
+        report.gains(found.main),
+        report.breakdown(found.main),
+        report.scaling(found),
+        report.every_arm(found),
+        report.beside_published(found),
+        report.traffic_map(with_traffic),
+    ]
     for number, figure in enumerate(drawn):
         figure.draw_without_rendering()
         width, height = figure.get_size_inches() * figure.dpi
@@ -317,7 +401,10 @@ def test_no_words_leave_the_figures(found, with_traffic):
         for axis in figure.axes:
             for label in (axis.xaxis.label, axis.yaxis.label, axis.title, axis._left_title):
                 box = label.get_window_extent()
-                assert not label.get_text() or (box.x0 >= -1 and box.x1 <= width + 1 and np.isfinite(box.y0)), (number, label.get_text())
+                assert not label.get_text() or (box.x0 >= -1 and box.x1 <= width + 1 and np.isfinite(box.y0)), (
+                    number,
+                    label.get_text(),
+                )
 
 
 def test_the_file_is_clean():

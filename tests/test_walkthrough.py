@@ -93,7 +93,9 @@ def test_the_line_by_hand_crosses_where_its_own_arithmetic_says(found):
     gap = [hand.us(model, near) for model in (found.tp, found.cp)]
     assert gap[0] == pytest.approx(gap[1], abs=0.3)
     first = found.pairs[(found.pairs["batch"] == 8) & found.pairs["read"]].sort_values("context_tokens").iloc[0]
-    assert hand.us(found.cp, int(first["context_tokens"])) == pytest.approx(first["cp_us"], rel=1e-3)  # a row it was drawn through
+    assert hand.us(found.cp, int(first["context_tokens"])) == pytest.approx(
+        first["cp_us"], rel=1e-3
+    )  # a row it was drawn through
     with pytest.raises(ValueError, match="batch=3: no row"):
         lesson.by_hand(found, 3)
 
@@ -105,7 +107,9 @@ def test_the_last_picture_shows_hand_fit_and_rows(found):
     wobbly = [line for line in figure.axes[0].lines if line.get_sketch_params()]
     measured = [line for line in figure.axes[0].lines if line.get_linestyle() == "None"]
     assert len(wobbly) == 2 and len(measured) == 2
-    np.testing.assert_allclose(measured[0].get_ydata(), found.pairs[found.pairs["batch"] == 8].sort_values("context_tokens")["tp_us"])
+    np.testing.assert_allclose(
+        measured[0].get_ydata(), found.pairs[found.pairs["batch"] == 8].sort_values("context_tokens")["tp_us"]
+    )
 
 
 def test_a_run_without_a_comparison_is_refused(tmp_path):
@@ -118,7 +122,9 @@ def test_a_run_without_a_comparison_is_refused(tmp_path):
 def test_the_default_is_the_first_recorded_node():
     found = lesson.recorded("")
     first = sorted((frames.ROOT / "data" / "measured").glob("*/rows.jsonl"))[0].parent.name
-    expected = crossover.headline([c for c in crossover.comparisons(frames.load_run(first).frame, fit.TWO_TERMS, draws=10) if c.tp and c.cp])
+    expected = crossover.headline(
+        [c for c in crossover.comparisons(frames.load_run(first).frame, fit.TWO_TERMS, draws=10) if c.tp and c.cp]
+    )
     assert found.name == expected.name
 
 
