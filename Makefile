@@ -8,7 +8,7 @@ SETUP = $(PYTHON) tools/setup.py --torch "$(TORCH)" $(if $(filter file,$(origin 
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help ready setup doctor test sweep figures report lab test-gpu clean
+.PHONY: help ready setup doctor test sweep figures report lab page test-gpu clean
 
 help:
 	@echo "m3cp: where does context-parallel decode indexing beat tensor parallelism, on this machine?"
@@ -46,7 +46,10 @@ report: ready ## the design review: one HTML page from recorded rows, and its fi
 	@$(PY) -m m3cp.cli report $(ARGS)
 
 lab: ready ## open the notebooks in JupyterLab
-	@$(PY) -m jupyterlab --notebook-dir=notebooks
+	@$(PY) -m jupyterlab --ip=127.0.0.1 --notebook-dir=notebooks $(ARGS)
+
+page: ready ## open the explorer of 20_crossover as a page without code (voila)
+	@$(PY) -m voila "$$($(PY) -c 'from m3cp import notebook; print(notebook.page("20_crossover"))')" --Voila.ip=127.0.0.1 --token $(ARGS)
 
 test-gpu: ready ## the GPU suite, on every GPU of this node
 	@PYTHON=$(PY) bash .ci/run-gpu

@@ -32,6 +32,9 @@ class Parameters(BaseModel):
 
 Model = TypeVar("Model", bound=Parameters)
 
+STATIC, QUIET = "static", "quiet"  # tags of cells that a page with a kernel behind it leaves out, or whose prints it hides
+PAGES = records.PACKAGE.parent / "data" / "runs" / "pages"
+
 
 def resolve(model: type[Model], names: Mapping[str, Any]) -> Model:
     """Validate a notebook's parameters out of its globals and print the resolved table.
@@ -133,6 +136,36 @@ def run_notebook(
         if path.stat().st_mtime < start - 1e-3:
             raise NotebookFailed(f"{source.name}: {path} is older than this run; it was not written")
     return out
+
+
+def page(name: str, folder: Path | str = PAGES) -> Path:
+    """Write the part of a notebook that voila serves: without the cells tagged `static`, which take most of its time,
+    and without what cells tagged `quiet` print.
+
+    Args:
+        name: such as "20_crossover".
+        folder: where the page's notebook goes; created when missing.
+
+    Raises:
+        ValueError: no such notebook, or one without a static cell.
+    """
+    import nbformat
+
+    source = FOLDER / f"{name}.ipynb"
+    if not source.exists():
+        raise ValueError(f"name={name!r}: no such notebook; there are {', '.join(sorted(p.stem for p in FOLDER.glob('*.ipynb')))}")
+    book = nbformat.read(str(source), as_version=4)
+    kept = [cell for cell in book.cells if STATIC not in cell.metadata.get("tags", [])]
+    if len(kept) == len(book.cells):
+        raise ValueError(f"name={name!r}: it has no cell tagged {STATIC!r}, so it is a page as it is")
+    for cell in kept:
+        if QUIET in cell.metadata.get("tags", []):
+            cell.source = "%%capture\n" + cell.source
+    book.cells = kept
+    path = Path(folder) / source.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(book, str(path))
+    return path
 
 
 def check_executed(path: Path | str) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
@@ -84,7 +85,7 @@ def save(fig: Figure, name: str, run: str, commit: str, folder: Path | str = "fi
     if stamp is None:
         fig.m3cp_stamp = stamp = fig.text(0.995, 0.004, "", ha="right", va="bottom", fontsize=6, color="#777777")
         engine = fig.get_layout_engine()
-        if engine is not None:
+        if isinstance(engine, ConstrainedLayoutEngine):
             low = 0.2 / fig.get_figheight()  # inches for the stamp
             engine.set(rect=(0, low, 1, 1 - low))
     short = ", ".join(word[:12] for word in commit.split(", "))  # a hash is told by its first digits
@@ -312,7 +313,7 @@ class Panel:
     notes: Sequence[str] = field(default_factory=tuple)
 
 
-def _edges(values: Sequence[float]) -> np.ndarray:
+def cell_edges(values: Sequence[float]) -> np.ndarray:
     """Cell borders of sorted values: halfway in the logarithm, the outer ones as far out as the inner ones."""
     logs = np.log2(np.asarray(values, dtype=float))
     if len(logs) == 1:
@@ -348,7 +349,7 @@ def draw_map(axis, panel: Panel, limit: float, width: float) -> None:
         panel.title,
     )
     contexts, batches = sorted(set(panel.pairs["context_tokens"])), sorted(set(panel.pairs["batch"]))
-    x, y = _edges(contexts), _edges(batches)
+    x, y = cell_edges(contexts), cell_edges(batches)
     for _, pair in panel.pairs.iterrows():
         i, j = contexts.index(pair["context_tokens"]), batches.index(pair["batch"])
         shade = 0.5 + 0.5 * max(-1.0, min(1.0, math.log2(pair["ratio"]) / limit))
@@ -646,4 +647,34 @@ def served(table: Any, title: str = "Change of time per output token, CP against
     axis.set_ylabel("measured in serving, ms a token")
     axis.set_title(f"{title}\n(number: concurrency)", loc="left")
     fig.legend(loc="outside lower center", ncols=1)
+    return fig
+
+
+@styled
+def regrets(found: Sequence[Any], title: str = "Loss against the oracle near break-even") -> Figure:
+    """What always-TP, always-CP, the policy and its threshold lose to an oracle, with 95% intervals; a panel a truth.
+
+    Args:
+        found: of `policy.regret` and `policy.regret_measured`.
+        title: of the figure.
+
+    Raises:
+        ValueError: nothing to show.
+    """
+    if not found:
+        raise ValueError("regrets: nothing to show, no batch lies near break-even")
+    fig = figure(3.6 * len(found) + 1.4, 2.6)
+    axes = fig.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    for axis, each in zip(axes, found, strict=True):
+        words = ["threshold" if name.startswith("threshold") else name for name in each.strategies]
+        for y, (value, low, high) in enumerate(each.strategies.values()):
+            axis.hlines(y, 100 * low, 100 * high, color=CP_COLOUR, linewidth=2.2, alpha=0.4)
+            axis.plot(100 * value, y, "s", color=CP_COLOUR)
+            axis.annotate(f"{100 * value:.2f}%", (100 * value, y), (0, 5), textcoords="offset points", fontsize=7.5, ha="center")
+        axis.set_yticks(range(len(words)), words)
+        axis.set_ylim(len(words) - 0.4, -0.7)
+        axis.set_xlim(left=min(0.0, axis.get_xlim()[0]))
+        axis.set_xlabel("loss against the oracle, % (bar: 95%)")
+        axis.set_title(f"{each.steps} {each.truth} batches: {each.verdict}", loc="left", fontsize=8, wrap=True)
+    fig.suptitle(title, x=0.01, ha="left")
     return fig

@@ -46,6 +46,22 @@ def test_parameters_become_rows(tmp_path):
     assert "max_context           0" in said  # the resolved table
 
 
+def test_a_state_of_the_explorer_becomes_its_rows(tmp_path):
+    import yaml
+
+    from m3cp.explore import State
+
+    state = State("elsewhere", context_tokens=3072, batch=2, way="staged/collective", exchange_us=3.0).to_yaml()
+    given = {**yaml.safe_load(state), "device": "cpu", "cache": "warm", "out": str(tmp_path / "run")}
+    notebook.run_notebook("10_sweep", given, tmp_path / "out.ipynb", progress=False)
+    rows = records.load(tmp_path / "run")
+    assert {(r.point.arm, r.point.world, r.point.context_tokens, r.point.batch, r.point.queries) for r in rows} == {
+        ("tp", 2, 3072, 2, None), ("cp", 2, 3072, 2, "gathered"), ("page_read", 1, 3072, 2, None), ("page_read", 2, 3072, 2, None),
+    }  # fmt: skip
+    with pytest.raises(notebook.NotebookFailed, match="batch=3"):
+        notebook.run_notebook("10_sweep", {"state": {"batch": 3}}, tmp_path / "out.ipynb", progress=False)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -23,7 +23,7 @@ def run(tmp_path_factory):
 def outputs(path):
     book = nbformat.read(str(path), as_version=4)
     return "\n".join(
-        str(o.get("text", "")) + json.dumps(o.get("data", {}).get("text/plain", ""))
+        str(o.get("text", "")) + json.dumps(o.get("data", {}).get("text/plain", "")) + str(o.get("data", {}).get("text/html", ""))
         for c in book.cells
         if c.cell_type == "code"
         for o in c.outputs
@@ -39,12 +39,13 @@ def test_it_runs_headless_and_without_ipywidgets(run, tmp_path, monkeypatch):
     figures = tmp_path / "figures"
     wanted = [
         figures / f"{name}.{ending}"
-        for name in ("crossover_map", "published_map", "crossover_curves_p2_bf16_uniform_q1_cold_graph")
+        for name in ("crossover_map", "published_map", "crossover_explorer", "crossover_curves_p2_bf16_uniform_q1_cold_graph")
         for ending in ("svg", "png")
     ]
+    state = {"node": "synthetic-run", "way": "staged/collective", "batch": 1, "context_tokens": 131_072, "exchange_us": 4.0}
     done = notebook.run_notebook(
         "20_crossover",
-        {"run": str(run), "compare": str(run), "figures": str(figures)},
+        {"run": str(run), "compare": str(run), "figures": str(figures), "state": state},
         tmp_path / "out.ipynb",
         expect=wanted,
         progress=False,
@@ -59,17 +60,19 @@ def test_it_runs_headless_and_without_ipywidgets(run, tmp_path, monkeypatch):
         "none in range",
         "57 sparse layers",
         "GB/s of memory",
+        "what-if difference",
+        "minimax_m3_indexer_cp",
     ):
         assert words in said, words
     book = nbformat.read(str(done), as_version=4)
     pictures = [
         o for c in book.cells if c.cell_type == "code" for o in c.outputs if "image/svg+xml" in o.get("data", {})
     ]
-    assert len(pictures) == 3
+    assert len(pictures) == 4
 
 
 def test_a_misspelt_parameter_is_refused_before_anything_starts(tmp_path):
-    with pytest.raises(ValueError, match="runn.*has none of that name.*run, compare, figures"):
+    with pytest.raises(ValueError, match="runn.*has none of that name.*run, compare, figures, state"):
         notebook.run_notebook("20_crossover", {"runn": "x"}, tmp_path / "out.ipynb")
     assert not list(tmp_path.iterdir())
 
@@ -85,6 +88,24 @@ def test_a_misspelt_parameter_fails_past_the_driver_too(run, tmp_path):
             kernel_name="python3",
             progress_bar=False,
         )
+
+
+def test_a_state_with_a_typo_fails_the_notebook(run, tmp_path):
+    with pytest.raises(notebook.NotebookFailed, match="contexts.*context_tokens"):
+        notebook.run_notebook("20_crossover", {"run": str(run), "state": {"contexts": 8192}}, tmp_path / "out.ipynb", progress=False)
+
+
+def test_the_page_is_the_notebook_without_what_is_static(tmp_path):
+    path = notebook.page("20_crossover", tmp_path / "pages")
+    page, book = (nbformat.read(str(p), as_version=4) for p in (path, NOTEBOOK))
+    sources = [c.source for c in page.cells if c.cell_type == "code"]
+    whole = [c.source for c in book.cells if c.cell_type == "code"]
+    assert len(sources) < len(whole) and all(s.removeprefix("%%capture\n") in whole for s in sources)
+    assert "widgets.explorer" in sources[-1] and not any("plots." in s for s in sources)
+    with pytest.raises(ValueError, match="no cell tagged 'static'"):
+        notebook.page("10_sweep", tmp_path)
+    with pytest.raises(ValueError, match="name='21_x'.*20_crossover"):
+        notebook.page("21_x", tmp_path)
 
 
 def small(folder, *cells, parameters="a: int = 1"):

@@ -220,43 +220,6 @@ def test_a_fit_is_not_drawn_where_no_key_is_read(found):
     assert len(lines) == 2 and all(min(line.get_xdata()) > 16 * 128 for line in lines)
 
 
-def test_the_slider_figure_and_sentence(found):
-    from m3cp import widgets
-
-    figure = widgets.point_figure(found, 32_768, 8)
-    assert "batch 8" in words(figure)
-    said = widgets.point_sentence(found, 131_072, 32)
-    assert "CP is faster" in said and "57 sparse layers" in said and "128k tokens, batch 32" in said
-    assert "not measured" in widgets.point_sentence(found, 4096, 8)
-    with pytest.raises(ValueError, match="batch=5"):
-        widgets.point_figure(found, 32_768, 5)
-
-
-def test_sliders_redraw_and_show_errors(found, monkeypatch):
-    ipywidgets = pytest.importorskip("ipywidgets")
-    from m3cp import widgets
-
-    box = widgets.sliders(found)
-    (context, batch), words_, picture = box.children[0].children, box.children[1], box.children[2]
-    assert isinstance(picture, ipywidgets.Image) and picture.value[:4] == b"\x89PNG"
-    before, said = picture.value, words_.value
-    batch.value = 64
-    assert picture.value != before and words_.value != said and "batch 64" in words_.value
-    monkeypatch.setattr(widgets, "point_figure", lambda *a: 1 / 0)
-    context.value = 1024
-    assert "ZeroDivisionError" in words_.value
-
-
-def test_without_ipywidgets_it_says_so(found, monkeypatch, capsys):
-    import sys
-
-    from m3cp import widgets
-
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    assert widgets.sliders(found) is None
-    assert "not installed" in capsys.readouterr().out
-
-
 def test_colours_of_the_map_are_told_apart_by_dichromats():
     """The two ends keep their distance for red-green blindness (matrices of Viénot, Brettel and Mollon, 1999)."""
     ends = np.array([matplotlib.colors.to_rgb(c) for c in (plots.TP_COLOUR, plots.CP_COLOUR)]) ** 2.2
