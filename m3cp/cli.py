@@ -169,13 +169,13 @@ def policy(
     world: Annotated[int | None, typer.Option(help="Ranks, for the answer; default: the most measured.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the index-K cache, for the answer.")] = "bf16",
     query_len: Annotated[int, typer.Option(help="Query tokens a request, for the answer.")] = 1,
+    figures: Annotated[Path, typer.Option(help="Where the figures go.", show_default="figures/")] = ROOT / "figures",
 ) -> None:
-    """Write a run's policy file, and say whether CP should be on for a traffic."""
+    """Write a run's policy file, say what deciding per step is worth, and whether CP should be on for a traffic."""
     from m3cp import policy as deciding
 
-    _say(
-        "policy", lambda: deciding.main(run, out, arm, exchange, queries, form, traffic, trace, world, dtype, query_len)
-    )
+    asked = (run, out, arm, exchange, queries, form, traffic, trace, world, dtype, query_len, figures)
+    _say("policy", lambda: deciding.main(*asked))
 
 
 @app.command()

@@ -75,21 +75,23 @@ class Arm:
         require("terms", self.terms, set(self.terms) <= set(TERMS), f"of {', '.join(TERMS)}")
         ok = len(self.values) == len(self.terms) and [len(r) for r in self.root] == list(range(len(self.terms), 0, -1))
         require("values", self.values, ok, "one value and one row of root for each term")
+        numbers = (*self.values, self.spread, *(v for row in self.root for v in row))
+        require("values", self.values, all(math.isfinite(v) for v in numbers), "finite, as must be root and spread")
 
     def amounts(self, query_len: int, block_mb: float) -> Callable[[Read], list[float]]:
         """A function of what a batch reads that gives what the terms multiply; blocks are dealt evenly here."""
         part, part_mb, row_kib, heads, how = 1.0 / self.shards, block_mb / self.shards, self.row_kib, self.heads, self.kernels
         exchanges = float(row_kib > 0)
         peers = max(0, self.shards - 2) if exchanges else 0
-        each = [TERMS[name].amount for name in self.terms]
+        each, make = [TERMS[name].amount for name in self.terms], Load._make
 
         def amounts(read: Read) -> list[float]:
             total, longest, visible, requests = read
             rows = requests * query_len
-            load = Load(
+            load = make((
                 total * part, total * part_mb, longest * part, visible * part, visible, (requests * longest - total) * part,
                 rows, heads, exchanges, peers, rows * row_kib,
-            )  # fmt: skip
+            ))  # fmt: skip
             return [amount(load, how) for amount in each]
 
         return amounts
@@ -307,20 +309,21 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _evaluator(arm: Arm, query_len: int, block_mb: float) -> Callable[[Read], tuple[float, float]]:
-    """A function of what a batch reads that gives (microseconds, variance)."""
-    amounts_of, values, spread = arm.amounts(query_len, block_mb), arm.values, arm.spread**2
-    rows = [(i, row) for i, row in enumerate(arm.root) if any(row)]
+    """A function of what a batch reads that gives (microseconds, variance); the sums are unrolled, for speed."""
+    names = [f"x{i}" for i in range(len(arm.terms))]
+    squares = [f"({_sum_text(row, names[i:])})**2" for i, row in enumerate(arm.root) if any(row)]
+    both = f"(us := {_sum_text(arm.values, names)}, {' + '.join([f'{arm.spread**2!r}*us*us', *squares])})"
+    sums, amounts = eval(f"lambda {', '.join(names)}: {both}"), arm.amounts(query_len, block_mb)  # numbers and x0, x1, ... alone
 
     def evaluate(read: Read) -> tuple[float, float]:
-        amounts = amounts_of(read)
-        us = sum(map(mul, values, amounts))
-        variance = spread * us * us
-        for i, row in rows:
-            part = sum(map(mul, row, amounts[i:]))
-            variance += part * part
-        return us, variance
+        return sums(*amounts(read))
 
     return evaluate
+
+
+def _sum_text(factors: Sequence[float], names: Sequence[str]) -> str:
+    """The sum of factors times names as an expression; zeros left out."""
+    return " + ".join(f"{float(v)!r}*{name}" for v, name in zip(factors, names, strict=True) if v) or "0.0"
 
 
 def _decider(entry: Entry, shape: IndexerShape) -> Callable[[Sequence[int]], Decision]:
@@ -764,6 +767,25 @@ def static(
     )
 
 
+def _near_lines(made: Policy, entry: Entry, found: Sequence[Any], figures: Path | str | None, loaded: Any) -> list[str]:
+    """Regret near break-even for one entry, by the model and by measured rows: tables, verdicts, and where the figure is."""
+    key = (entry.world, entry.dtype, entry.query_len)
+    batches = near_break_even(made, *key)
+    judged = [dataclasses.replace(regret(made, batches, *key, near=False), near=True)] if batches else []
+    same = [c for c in found if _describes(made, entry, c)]
+    judged += [r for r in [regret_measured(made, same[0])] if r] if same else []
+    lines = []
+    for each in judged:
+        lines += ["", *each.table, "", each.verdict]
+    if figures is not None and judged:
+        from m3cp import plots
+
+        name = "_".join(["regret", *(v for v in (made.arm, made.form, made.exchange, made.queries) if v), f"p{entry.world}", entry.dtype, f"q{entry.query_len}"])
+        drawn = plots.save(plots.regrets(judged), name, run=loaded.name, commit=loaded.commit, folder=Path(figures) / loaded.name)
+        lines += ["", *(f"  {path}" for path in drawn)]
+    return [*lines, ""] if lines else []
+
+
 def _describes(policy: Policy, entry: Entry, comparison: Any) -> bool:
     """Whether a comparison holds uniform rows of a policy's entry."""
     from m3cp.frames import missing
@@ -774,8 +796,11 @@ def _describes(policy: Policy, entry: Entry, comparison: Any) -> bool:
 
 
 def main(run: str = "", out: Path | str | None = None, arm: str = "cp", exchange: str | None = None, queries: str | None = None, form: str | None = None,
-         traffic: Path | str | None = None, trace: Path | str | None = None, world: int | None = None, dtype: str = "bf16", query_len: int = 1) -> list[str]:  # fmt: skip
-    """What `m3cp policy` does: fit a run, write its policy, and answer for a traffic; returns the lines to print.
+         traffic: Path | str | None = None, trace: Path | str | None = None, world: int | None = None, dtype: str = "bf16", query_len: int = 1,
+         figures: Path | str | None = None) -> list[str]:  # fmt: skip
+    """What `m3cp policy` does: fit a run, write its policy, judge it near break-even, and answer for a traffic.
+
+    Returns the lines to print.
 
     Args:
         run: a run's folder or name; "" for the latest (`frames.find_run`).
@@ -785,6 +810,7 @@ def main(run: str = "", out: Path | str | None = None, arm: str = "cp", exchange
         trace: JSON lines of requests (`workload.read_trace`), turned into steps.
         world: ranks, for the answers; None takes the largest measured.
         dtype, query_len: for the answers.
+        figures: folder for the figures of regret, one for each entry; None draws none.
 
     Raises:
         ValueError, FileNotFoundError: in words, as the functions called do.
@@ -804,14 +830,7 @@ def main(run: str = "", out: Path | str | None = None, arm: str = "cp", exchange
             f"  P = {entry.world}, {entry.dtype}, {entry.query_len} query tokens: contexts {entry.context_tokens[0]} to {entry.context_tokens[1]}, batches "
             f"{entry.batch[0]} to {entry.batch[1]}; one threshold: {made.threshold_blocks(entry.world, entry.dtype, entry.query_len)} blocks"
         )
-        batches = near_break_even(made, entry.world, entry.dtype, entry.query_len)
-        if batches:
-            judged = regret(made, batches, entry.world, entry.dtype, entry.query_len, near=False)
-            lines += ["", *dataclasses.replace(judged, near=True).table, "", judged.verdict, ""]
-        same = [c for c in found if _describes(made, entry, c)]
-        measured = regret_measured(made, same[0]) if same else None
-        if measured:
-            lines += [*measured.table, "", measured.verdict, ""]
+        lines += _near_lines(made, entry, found, figures, loaded)
     if traffic and trace:
         raise ValueError("traffic and trace: give one of them")
     if traffic or trace:

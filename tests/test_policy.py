@@ -268,6 +268,32 @@ def test_where_both_are_often_wrong_a_policy_is_needed(made):
     assert found.needed and "Deciding per step pays" in found.text
 
 
+def test_near_break_even_means_within_half_of_it(made):
+    batches = policy.near_break_even(made, 2, "bf16")
+    assert {len(b) for b in batches} <= {1, 2, 4, 8, 16, 32, 64}
+    for batch in {len(b) for b in batches}:
+        contexts = [b[0] for b in batches if len(b) == batch]
+        gains = [made.decide([c] * batch, 2, "bf16").gain_us for c in contexts]
+        assert max(contexts) <= 3.1 * min(contexts) and gains[-1] > 0
+        assert gains[0] < 0 or min(contexts) == 4096  # the range ends below
+    assert len({len(b) for b in batches}) >= 2
+
+
+def test_measured_regret_is_judged_by_the_rows(found, made):
+    judged = policy.regret_measured(made, found[0])
+    assert judged.truth == "measured" and judged.near and judged.steps >= 4
+    rows = [p for _, p in found[0].pairs.iterrows() if p["read"]]
+    near = [
+        p for p in rows
+        if len({made.costs_us([round(p["context_tokens"] * s)] * p["batch"], 2, "bf16")[0] > made.costs_us([round(p["context_tokens"] * s)] * p["batch"], 2, "bf16")[1] for s in (0.5, 1.5)}) == 2
+    ]  # fmt: skip
+    best = sum(min(p["tp_us"], p["cp_us"]) for p in near)
+    assert judged.always_tp[0] == pytest.approx(sum(p["tp_us"] for p in near) / best - 1)
+    assert judged.always_cp[0] == pytest.approx(sum(p["cp_us"] for p in near) / best - 1)
+    assert judged.policy[0] <= min(judged.always_tp[0], judged.always_cp[0])
+    assert judged.table[2].startswith("| always TP | ") and len(judged.table) == 6
+
+
 def test_the_static_answer(made):
     on = policy.static(made, [[131_072] * 8] * 5 + [[200_000]], 2, "bf16")
     assert on.path == "cp" and on.refused == 1 and on.steps == 5 and on.confidence > 0.99
@@ -280,6 +306,50 @@ def test_the_static_answer(made):
     assert off.path == "tp" and off.text.startswith("leave context parallelism off")
     nothing = policy.static(made, [[200_000]], 2, "bf16")
     assert nothing.text.startswith("undecided: all 1 steps")
+
+
+def engine_rows(**changes):
+    """Rows of vLLM's arms as the sweep writes them: no form, a collective, gathered queries."""
+    made = []
+    for row in synthetic.rows(contexts=CONTEXTS, batches=(1, 8, 32), noise=0.004, provenance=synthetic.PROVENANCE, **changes):
+        arm = {"tp": "vllm_tp", "cp": "vllm_cp"}[row.point.arm]
+        made.append(dataclasses.replace(row, point=dataclasses.replace(row.point, arm=arm, form=None), path=arm[-2:]))
+    return made
+
+
+def test_an_engines_arm_gets_a_policy_of_its_own(tmp_path):
+    from m3cp import records
+
+    ours = synthetic.rows(synthetic.FUSED_TP, synthetic.FUSED_CP, contexts=CONTEXTS, batches=(1, 8, 32), form="one_launch", provenance=synthetic.PROVENANCE)
+    for row in ours + engine_rows():
+        records.append(tmp_path / "node", row)
+    said = policy.main(str(tmp_path / "node"), arm="vllm_cp")
+    assert said[0].startswith("policy of node for vllm_cp/collective/gathered: ") and any("always CP" in line for line in said)
+    engine = policy.load(tmp_path / "node" / "policy_vllm_cp.json")
+    assert (engine.arm, engine.form, engine.exchange, engine.queries) == ("vllm_cp", None, "collective", "gathered")
+    assert engine.entries[0].cp.kernels.choice == "unknown"  # our kernels' steps are not assumed of vLLM's
+    for lengths in ([8192], [4096] * 2, [131_072] * 8, [9000] * 32):
+        decision = engine.decide(lengths, 2, "bf16")
+        assert decision.path == ("cp" if true_gain(lengths) > 0 else "tp") and not decision.refused
+    mine = policy.load(policy.from_comparisons(crossover.comparisons(frames.table(ours + engine_rows()), draws=20)).save(tmp_path / "p.json"))
+    assert mine.arm == "cp" and mine.entries[0].cp.kernels.choice == "levels"
+
+
+@pytest.mark.parametrize("form", ["staged", "one_launch"])
+def test_it_agrees_with_the_cost_model_of_our_kernels(form):
+    truths = {"staged": (synthetic.STAGED_TP, synthetic.STAGED_CP), "one_launch": (synthetic.FUSED_TP, synthetic.FUSED_CP)}[form]
+    rows = synthetic.rows(*truths, contexts=(*CONTEXTS, 524_288), batches=BATCHES, form=form, noise=0.004, provenance=synthetic.PROVENANCE)
+    found = crossover.comparisons(frames.table(rows), draws=20)
+    made = policy.from_comparisons(found)
+    models = [fit.fit_model(part, fit.ALL_TERMS) for part in crossover.arm_frames(found[0])]
+    for context in (8192, 50_048, 131_072, 524_288):
+        for batch in (1, 8, 64):
+            tp, cp = (m.us(m.point(context, batch)) for m in models)
+            assert made.costs_us([context] * batch, 2, "bf16") == pytest.approx((tp, cp), rel=0.01)
+            if abs(tp - cp) > 1:
+                assert made.decide([context] * batch, 2, "bf16").path == ("cp" if tp > cp else "tp")
+    best = min(timeit.repeat(lambda: made.decide([100_000] * 64, 2, "bf16"), number=20, repeat=300)) / 20
+    assert best < 30e-6, f"{best * 1e6:.1f} us"
 
 
 # Workloads.
@@ -412,7 +482,10 @@ def run(tmp_path_factory):
 
 def test_the_policy_command_answers_for_a_traffic(run, tmp_path):
     traffic_file = workload.write(tmp_path / "steps.jsonl", workload.generate("uniform", 5, 131_072, batch=8))
-    said = "\n".join(policy.main(str(run), traffic=traffic_file))
+    said = "\n".join(policy.main(str(run), traffic=traffic_file, figures=tmp_path / "figures"))
+    assert "| always TP | " in said and "modelled batches within 50% of break-even" in said and "measured batches within" in said
+    drawn = {p.name for p in (tmp_path / "figures" / "node").iterdir()}
+    assert drawn == {f"regret_cp_staged_collective_gathered_p2_bf16_q1.{kind}" for kind in ("png", "svg")}
     assert (run / "policy_cp.json").exists() and policy.load(run / "policy_cp.json").provenance["run"] == "node"
     assert "one threshold" in said and "turn context parallelism on" in said and "No policy is needed" in said
     skewed = workload.write(tmp_path / "skewed.jsonl", [workload.Step((131_072, 1024, 1024))] * 3)
