@@ -169,7 +169,8 @@ def timed_replays(
 def capture(calls: Sequence[Callable[[], object]], evict: Callable[[], object] | None = None) -> torch.cuda.CUDAGraph:
     """Capture the calls in order in one graph, the evicting read before each.
 
-    Everything must have run before: a kernel compiled or a transport connected during capture is an error.
+    Everything must have run before: a kernel compiled or a transport connected during capture is an error. The graph
+    keeps the calls, and through them every tensor that its replays touch.
     """
     torch.cuda.synchronize()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -194,6 +195,7 @@ def capture(calls: Sequence[Callable[[], object]], evict: Callable[[], object] |
         if collecting:
             gc.enable()
     torch.cuda.current_stream().wait_stream(stream)
+    graph.calls = (tuple(calls), evict)
     return graph
 
 

@@ -1,13 +1,14 @@
 """Both paths inside CUDA graphs: captured on a dummy batch of one block, right at any length; nothing forbidden inside."""
 
 import gc
+import weakref
 
 import pytest
 import torch
 from graphs import capture, no_compile, nodes
 from problems import assert_ids, build
 
-from m3cp import reference
+from m3cp import reference, timing
 from m3cp.decode import CPDecode, TPDecode
 from m3cp.exchange import CollectiveExchange, SymmetricExchange
 from m3cp.shapes import IndexerShape
@@ -163,3 +164,20 @@ def test_the_longest_bound_gives_the_highest_ids():
     ids = decode(q, cache, table, lens)
     assert ids[0, 0].tolist() == [*range(14), 16_000_000, 2**24 - 1]
     decode.check()
+
+
+def test_a_graph_keeps_what_its_replays_touch():
+    def made():
+        x, out = torch.arange(1 << 20, device="cuda"), torch.zeros(1 << 20, dtype=torch.int64, device="cuda")
+        torch.add(x, 1, out=out)
+        return timing.capture([lambda: torch.add(x, 1, out=out)]), [weakref.ref(x), weakref.ref(out)]
+
+    graph, tensors = made()
+    gc.collect()
+    assert all(tensor() is not None for tensor in tensors)
+    replay = graph.replay
+    del graph
+    gc.collect()
+    assert all(tensor() is not None for tensor in tensors)
+    replay()
+    assert tensors[1]()[-1] == 1 << 20

@@ -287,7 +287,7 @@ def run_vllm_cp(rank, world, exchange):
         assert_right(out, problem, shard.owned_heads, setting.name)
         out.fill_(-7)
         graph = capture(x, q, *problem.tensors[1:], out=out, setting=setting)
-        found = nodes(graph)
+        found = [name for name in nodes(graph) if name not in ("wait", "record")]  # NCCL's stream joins by events
         over_nccl = sum("nccl" in name.lower() for name in found)
         assert (len(found) - over_nccl, over_nccl) == (x.launches, x.collectives), found
         for _ in range(5):
