@@ -230,12 +230,13 @@ def serving(
     batch: Annotated[int, typer.Option(help="Requests that decode at once.")] = 8,
     reuse: Annotated[int, typer.Option(help="Layers that share one selection.")] = 1,
     acceptance: Annotated[float, typer.Option(help="Tokens a step under speculation.")] = 1.0,
+    concurrency: Annotated[int | None, typer.Option(help="Requests offered; 22 to 41% of them decode at once.")] = None,
 ) -> None:
     """Time per output token, a table of levers, and the published figures beside what the layer's time explains."""
     if context.invoked_subcommand is None:
         from m3cp import serving as served
 
-        _say("serving", lambda: served.main(run, tokens, batch, reuse, acceptance))
+        _say("serving", lambda: served.main(run, tokens, batch, reuse, acceptance, concurrency))
 
 
 @serving_app.command("import")

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from m3cp.crossover import SPARSE_LAYERS, tokens_about
-from m3cp.fit import PEER_US, CostModel, Prior, assume
+from m3cp.crossover import SPARSE_LAYERS, across_worlds, tokens_about
+from m3cp.fit import PEER_US, CostModel, assume
 from m3cp.frames import ROOT
 from m3cp.shapes import require
 from m3cp.workload import DECODING_SHARE
@@ -176,15 +176,16 @@ def levers(
     context_tokens: int,
     batch: int,
     setting: Setting = Setting(),
-    peer: Prior | None = None,
+    wide: tuple[CostModel, CostModel] | None = None,
 ):  # noqa: B008
     """What each lever does to the indexer's time per token and to memory, one lever at a time.
 
     Args:
-        tp, cp: cost models of one comparison; other worlds and dtypes are predicted and say what they assume.
+        tp, cp: cost models of one comparison; other dtypes are predicted and say what they assume.
         context_tokens, batch: of the whole deployment (two replicas of TP4 get half of the batch each).
         setting: of the served model; its acceptance is that of no speculation.
-        peer: what a further rank adds to an exchange; None takes the stated prior.
+        wide: of `crossover.across_worlds`, for other numbers of ranks; None makes do with `tp` and `cp`. What a further
+            rank adds to an exchange rests on the stated prior where no row tells.
 
     Returns:
         A frame with lever, tp_ms, cp_ms, better ("tp" or "cp"), index_gib (index keys on each GPU) and note.
@@ -207,13 +208,10 @@ def levers(
     plan.append(("selection reused over 4 layers", batch, {}, replace(setting, reuse=4)))
     lines = []
     for name, requests, changes, each in plan:
-        models = [tp, cp]
-        if (
-            changes.get("world", cp.template.world) > 2
-            and "peers" in cp.fit.unidentified
-            and changes.get("world", cp.template.world) not in cp.worlds
-        ):
-            models[1] = assume(cp, {"peers": peer or PEER_US[cp.template.exchange or "collective"]})
+        models = (tp, cp)
+        if changes.get("world", cp.template.world) != cp.template.world:
+            prior = {"peers": PEER_US[cp.template.exchange or "collective"]}
+            models = wide or (tp, assume(cp, prior) if "peers" in cp.fit.unidentified else cp)
         ms, notes = [], []
         for model in models:
             found = model.predict(model.point(context_tokens, requests, **changes))
@@ -541,7 +539,12 @@ def predict_for(
 
 
 def main(
-    run: str = "", context_tokens: int = 74_000, batch: int = 8, reuse: int = 1, acceptance: float = 1.0
+    run: str = "",
+    context_tokens: int = 74_000,
+    batch: int = 8,
+    reuse: int = 1,
+    acceptance: float = 1.0,
+    concurrency: int | None = None,
 ) -> list[str]:
     """What `m3cp serving` does: levers for a run's cost model, and the published figures; returns the lines to print.
 
@@ -549,6 +552,7 @@ def main(
         run: a run's folder or name; "" for the latest.
         context_tokens, batch: of the deployment; the defaults are the AgentX traces' mean input and a small batch.
         reuse, acceptance: of `Setting`.
+        concurrency: requests offered at once, of which 22 to 41% decode in a step: the change over those batches, too.
 
     Raises:
         ValueError, FileNotFoundError: in words, as the functions called do.
@@ -558,9 +562,10 @@ def main(
     change = tpot_change(comparison.tp, comparison.cp, context_tokens, [(batch, 1.0)], setting)
     lines = [
         f"{loaded.name}, {comparison.name}: {tokens_about(context_tokens)} tokens, batch {batch}: CP changes the time per output token by {change.ms:+.3f} ms (95% {change.low_ms:+.3f} to {change.high_ms:+.3f})",
-        "", "| lever | TP ms a token | CP ms a token | faster | index keys a GPU, GiB | note |", "| --- | --- | --- | --- | --- | --- |",
+        *_offered(comparison, context_tokens, concurrency, setting), "", "| lever | TP ms a token | CP ms a token | faster | index keys a GPU, GiB | note |", "| --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip
-    for _, row in levers(comparison.tp, comparison.cp, context_tokens, batch, setting).iterrows():
+    wide = across_worlds(loaded.frame, comparison)
+    for _, row in levers(comparison.tp, comparison.cp, context_tokens, batch, setting, wide).iterrows():
         lines.append(
             f"| {row['lever']} | {row['tp_ms']:.3f} | {row['cp_ms']:.3f} | {row['better'].upper()} | {row['index_gib']:.2f} | {row['note']} |"
         )
@@ -577,6 +582,19 @@ def main(
     for _, row in against_published(*published).iterrows():
         lines.append(
             f"| {row['source']} | {tokens_about(row['context_tokens'])} | {row['concurrency']} | {row['measured']} | {row['predicted_ms']:+.2f} | {row['verdict']} |"
+        )
+    return lines
+
+
+def _offered(comparison: Any, context_tokens: int, concurrency: int | None, setting: Setting) -> list[str]:
+    """What CP changes where `concurrency` requests are offered, at both ends of the share that decodes."""
+    if concurrency is None:
+        return []
+    lines = []
+    for share in DECODING_SHARE:
+        found = tpot_change(comparison.tp, comparison.cp, context_tokens, batch_distribution(concurrency, share), setting)
+        lines.append(
+            f"{concurrency} offered, {share:.0%} decoding: {found.ms:+.3f} ms a token (95% {found.low_ms:+.3f} to {found.high_ms:+.3f})"
         )
     return lines
 

@@ -537,7 +537,7 @@ def world_rows(worlds, truth, arm, noise=0.003, seed=0, local=()):
                 us = synthetic.truth_us(point, truth) + (
                     truth.get("peer", 0.0) * max(0, world - 2) if point.arm == "cp" else 0.0
                 )
-                made.append(synthetic.row(point, us, rng, noise, path="cp", timed_region=["score", "merge"]))
+                made.append(synthetic.row(point, us, rng, noise, path=point.arm, timed_region=["score", "merge"]))
     return made
 
 
@@ -561,6 +561,25 @@ def test_more_ranks_are_predicted_and_say_what_is_assumed():
     assert np.std(whole.fit.draws(500)[:, whole.terms.index("peers")]) > 0.3
     with pytest.raises(ValueError, match="only terms that the data do not identify"):
         fit.assume(model, {"bytes": fit.PEER_US["collective"]})
+
+
+def test_other_worlds_are_learnt_from_every_world_measured():
+    truth = {**synthetic.CP, "exchange": 3.0, "peer": 0.5}
+    made = world_rows((1, 2), synthetic.TP, "tp", seed=1) + world_rows((2,), truth, "cp", local=(4, 8))
+    local = [dataclasses.replace(r.point, world=2) for r in made if r.point.arm == "cp_local" and r.point.world == 4]
+    made += [synthetic.row(p, synthetic.truth_us(p, truth), RNG(2), 0.003, path="cp_local", timed_region=["score", "merge"]) for p in local]
+    frame = frames.table(made)
+    found = crossover.comparisons(frame, fit.ALL_TERMS, draws=50)[0]
+    tp, cp = crossover.across_worlds(frame, found)
+    assert (tp.worlds, cp.worlds) == ((1, 2), (2, 4, 8)) and "exchange" in found.cp.fit.unidentified
+    low, high = cp.fit.interval("exchange")
+    assert low <= 3.0 <= high and high - low < 1.5
+    for world in (4, 8):
+        guess = cp.predict(cp.point(131_072, 8, world=world))
+        true = synthetic.truth_us(cp.point(131_072, 8, world=world), truth) + 0.5 * (world - 2)
+        assert guess.low_us <= true <= guess.high_us and "peers assumed 1 ± 1 us/peer" in guess.assumed
+    said = crossover.movers(found.tp, found.cp, 8, (tp, cp))
+    assert any(line.startswith("P = 4 ") and "assumed" in line for line in said)
 
 
 def test_a_node_with_skewed_rows_learns_what_imbalance_costs():

@@ -231,7 +231,8 @@ def test_what_the_serving_commands_print(tmp_path):
     run = tmp_path / "node"
     for row in synthetic.rows(contexts=(8192, 32_768, 131_072), batches=(1, 8, 32), noise=0.004):
         records.append(run, row)
-    said = "\n".join(serving.main(str(run), context_tokens=65_536, batch=8))
+    said = "\n".join(serving.main(str(run), context_tokens=65_536, batch=8, concurrency=30))
+    assert "30 offered, 22% decoding: -" in said and "30 offered, 41% decoding: -" in said
     assert (
         "| selection reused over 4 layers |" in said
         and "AgentX, final" in said
