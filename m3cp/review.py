@@ -314,7 +314,10 @@ def refusals(found: Review) -> list[tuple[engines.Switch, str]]:
     """Each engine's switch, and why it has no CP for this node ("" where it has)."""
     first = found.choices[0].first
     vendor = engines.vendor_of(str(first["node"]))
-    return [(switch, switch.refuses(vendor, int(first["world"]), str(first["dtype"]))) for switch in engines.SWITCHES]
+    why = [switch.refuses(vendor, int(first["world"]), str(first["dtype"])) for switch in engines.SWITCHES]
+    if collectives(found.run.frame) == "gloo":  # a run on CPUs
+        why = ["" if switch.vendor == "any" else "GPUs only" for switch in engines.SWITCHES]
+    return list(zip(engines.SWITCHES, why, strict=True))
 
 
 def switches_text(found: Review) -> str:

@@ -176,6 +176,29 @@ def test_switches_say_which_engine_can_here(found):
         assert why == switch.refuses("nvidia", 2, "bf16")
 
 
+def test_no_engine_runs_on_a_cpu(tmp_path):
+    for row in synthetic.rows(contexts=(4096, 32_768, 131_072), batches=(1, 8)):
+        records.append(tmp_path / "cpu", dataclasses.replace(row, node="cpu: some model"))
+    made = review.gather(str(tmp_path / "cpu"))
+    assert [why for switch, why in review.refusals(made) if switch.vendor != "any"] == ["GPUs only"] * (
+        len(review.refusals(made)) - 1
+    )
+    assert "gloo" in made.choices[0].name
+
+
+def test_rows_of_another_bound_say_so(tmp_path):
+    """An engine measured under a bound of its own meets our row of that bound; ours of another bound alone are named."""
+    rows = list(synthetic.rows(contexts=(4096, 32_768, 131_072), batches=(1, 8)))
+    tighter = [dataclasses.replace(r, point=r.point.replace(max_context=2**17)) for r in rows if r.point.arm == "tp"]
+    engine = [dataclasses.replace(r, point=r.point.replace(max_context=2**17)) for r in engine_rows()]
+    made = review.gather(str(a_run(tmp_path / "node", [*rows, *tighter, *engine])))
+    ticks = [t.get_text() for t in report.every_arm(made).axes[0].get_yticklabels()]
+    assert (
+        "TP: m3cp kernels, staged" in ticks and "CP: m3cp kernels, staged, NCCL; queries gathered (bound 1M)" in ticks
+    )
+    assert not any("TP" in t and "bound" in t for t in ticks)
+
+
 def test_parts_add_up_to_the_prediction(found):
     for model in found.main.models:
         for where in ((8192, 1), (131_072, 32)):
