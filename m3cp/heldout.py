@@ -26,7 +26,9 @@ from m3cp.fit import ALL_TERMS, TWO_TERMS, CostModel, fit_model, fittable
 from m3cp.frames import LABEL, split, timed
 from m3cp.shapes import require
 
+STATE = ("arm", "form", "exchange", "queries", "world", "dtype", "query_len", "cache_state")  # what tells arms apart here
 HELD_OUT = ("context_tokens", "batch", "mix")
+LEAST_ROWS = 8  # of an arm in the error table
 NEAR = 4.0  # a point is near break-even within this factor of its context
 ARM_ERROR, DIFFERENCE_US, DIFFERENCE_SHARE, BREAK_EVEN_ERROR = 0.05, 0.5, 0.10, 0.15  # what is aimed at
 
@@ -82,7 +84,8 @@ def _vary(rows) -> tuple[str, ...]:
 def error_table(frame, terms: Sequence[str] = ALL_TERMS):
     """Median and worst relative errors of every arm: in sample, and held out by batch, context and mix.
 
-    A straight line is fitted to the same rows. Arms with fewer than four rows that read keys are left out.
+    A straight line is fitted to the same rows. Arms with fewer than eight rows to fit are left out: on those the model
+    is little more than a line, and what is left out is mostly beyond the rest.
     """
     import pandas
 
@@ -90,15 +93,13 @@ def error_table(frame, terms: Sequence[str] = ALL_TERMS):
     for values, rows in split(timed(frame), [n for n in LABEL if n != "mix"]).items():
         label = dict(zip([n for n in LABEL if n != "mix"], values, strict=True))
         read = fittable(rows)
-        if label["arm"] == "page_read" or len(read) < 4 or len(set(read["distinct_bytes_read"])) < 3:
+        if label["arm"] == "page_read" or len(read) < LEAST_ROWS or len(set(read["distinct_bytes_read"])) < 3:
             continue
         model, line = (
             fit_model(read, terms, vary=_vary(read)),
             fit_model(read[read["mix"] == "uniform"], TWO_TERMS) if (read["mix"] == "uniform").sum() > 1 else None,
         )
-        name = {
-            k: label[k] for k in ("arm", "form", "exchange", "queries", "world", "dtype", "query_len", "cache_state")
-        }
+        name = {k: label[k] for k in STATE}
         lines.append(
             {
                 **name,
@@ -112,7 +113,8 @@ def error_table(frame, terms: Sequence[str] = ALL_TERMS):
                 lines.append(
                     {**name, "held_out": by, **_summary(found["model_error"].abs(), found["line_error"].abs())}
                 )
-    return pandas.DataFrame.from_records(lines)
+    kinds = [f"{n}_{what}" for n in ("model", "line") for what in ("median", "worst")]
+    return pandas.DataFrame.from_records(lines, columns=[*STATE, "held_out", "rows", *kinds])
 
 
 def _summary(model: Any, line: Any) -> dict[str, Any]:
@@ -238,9 +240,8 @@ def markdown(frame, terms: Sequence[str] = ALL_TERMS) -> str:
     table = error_table(frame, terms)
     kinds = {"nothing": "in sample", "batch": "batch left out", "context_tokens": "context left out", "mix": "mix left out"}
     lines = [f"| arm | rows | {' | '.join(kinds.values())} |", "| --- " * (2 + len(kinds)) + "|"]
-    state = ["arm", "form", "exchange", "queries", "world", "dtype", "query_len", "cache_state"]
-    for values, part in split(table, state).items():
-        label = dict(zip(state, values, strict=True))
+    for values, part in split(table, STATE).items():
+        label = dict(zip(STATE, values, strict=True))
         name = "/".join(str(label[k]) for k in ("arm", "form", "exchange", "queries") if label[k])
         name += f" P={label['world']} {label['dtype']}" + (f" q{label['query_len']}" if label["query_len"] > 1 else "") + f" {label['cache_state']}"
         cells = []
@@ -258,8 +259,33 @@ def _cell(row: Any) -> str:
     return f"{model} ({line})"
 
 
+def tables(loaded: Any, found: Sequence[Comparison]) -> list[str]:
+    """How good the model is on a run, as two Markdown tables: errors of every arm, and the aims near break-even.
+
+    Args:
+        loaded: of `frames.load_run`.
+        found: its comparisons with fits.
+    """
+    lines = [
+        f"Median and worst error of a row of `{loaded.name}`, in brackets those of a straight line:", "", markdown(loaded.frame), "",
+        f"CP - TP within {DIFFERENCE_US:g} µs or {DIFFERENCE_SHARE:.0%} near break-even, and break-even within {BREAK_EVEN_ERROR:.0%} of the measured one:", "",
+        "| CP, against TP in its form | in sample | its context left out | break-even |", "| --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for comparison in found:
+        aims, first = targets(comparison), comparison.pairs.iloc[0]
+        name = "/".join(str(first[k]) for k in ("arm", "form", "exchange", "queries") if isinstance(first[k], str))
+        points = [next((t.note for t in aims if kind in t.name), "-") for kind in (", in sample:", ", context held out:")]
+        lines_of = [t for t in aims if t.name.startswith("break-even")]
+        judged = [t for t in lines_of if t.met is not None]
+        met = f"{sum(t.met for t in judged)} of {len(judged)} batches, worst {max(t.value for t in judged):.0%}" if judged else "none judged"
+        sparse = f"; {len(lines_of) - len(judged)} measured too sparsely to judge" if len(judged) < len(lines_of) else ""
+        lines.append(f"| {name} P={first['world']} {first['dtype']} | {' | '.join(points)} | {met}{sparse} |")
+    return lines
+
+
 def main(run: str = "") -> list[str]:
-    """What `m3cp fit --errors` does: error tables, aims, break-even, what moves it, and other numbers of ranks, as Markdown.
+    """What `m3cp fit --errors` does: `tables`, then for each comparison its aims, break-even, what moves it, and other
+    numbers of ranks, as Markdown.
 
     Raises:
         ValueError, FileNotFoundError: in words, as the functions called do.
@@ -267,13 +293,15 @@ def main(run: str = "") -> list[str]:
     from m3cp.frames import load_run
 
     loaded = load_run(run)
-    lines = [f"Errors of the cost model on {loaded.name}: median and worst of a row, a straight line's in brackets", "", markdown(loaded.frame)]
-    for comparison in grids(comparisons(loaded.frame, ALL_TERMS, draws=100)):
+    found = grids(comparisons(loaded.frame, ALL_TERMS, draws=100))
+    judged = [c for c in found if c.tp and c.cp and min(len(m.fit.residuals) for m in c.models) >= LEAST_ROWS]
+    lines = tables(loaded, judged)
+    for comparison in found:
         lines += ["", f"### {comparison.name}", ""]
         if comparison.tp is None or comparison.cp is None:
             lines.append("Too few sizes for a fit.")
             continue
-        if min(len(comparison.tp.fit.residuals), len(comparison.cp.fit.residuals)) >= 4:
+        if any(comparison is c for c in judged):
             lines += ["| aim | came to | allowed | verdict | |", "| --- | --- | --- | --- | --- |"]
             lines += [f"| {t.name} | {t.value:.3g} | {t.allowed:.3g} | {t.word} | {t.note} |" for t in targets(comparison)]
             lines.append("")

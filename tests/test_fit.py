@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -484,6 +485,18 @@ def test_published_table_within_a_tenth_in_sample_and_by_batch():
     text = heldout.markdown(frames.published())
     assert text.count("\n") == 3 and "| sglang_cp/collective/gathered P=4 fp8_e4m3fn warm | 17 | " in text
     assert [len(line.split("|")) for line in text.splitlines()] == [8] * 4 and text.count("%") == 32
+
+
+def test_the_readme_shows_the_errors_of_the_recorded_rows():
+    """The README's table is what `m3cp fit h200x2 --errors` prints, up to what rounding may do elsewhere."""
+    readme = (frames.ROOT / "README.md").read_text().splitlines()
+    head, _, *lines = heldout.markdown(frames.load_run("h200x2").frame).splitlines()
+    for line in (head, *lines):
+        name, rows = line.split(" | ")[:2]
+        shown = [known for known in readme if known.startswith(f"{name} | {rows} | ")]
+        assert len(shown) == 1, f"paste what `m3cp fit h200x2 --errors` prints: {line}"
+        for ours, theirs in zip(*(re.findall(r"[0-9.]+(?=%)", text) for text in (line, shown[0])), strict=True):
+            assert float(ours) == pytest.approx(float(theirs), abs=1.01 if "." not in ours else 0.21), line
 
 
 def test_the_model_beats_a_straight_line_where_it_was_not_fitted(fine):
