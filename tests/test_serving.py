@@ -6,7 +6,7 @@ import math
 import pytest
 import synthetic
 
-from m3cp import crossover, fit, frames, plots, serving
+from m3cp import crossover, fit, frames, plots, results, serving
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def aiperf(path, **changes):
 
 
 def test_a_pair_of_vllm_results(tmp_path, models):
-    pair = serving.compare(
+    pair = results.compare(
         vllm(tmp_path / "a.json"), vllm(tmp_path / "b.json", mean_tpot_ms=15.2, output_throughput=1050.0)
     )
     assert (
@@ -147,10 +147,10 @@ def test_a_pair_of_vllm_results(tmp_path, models):
         and pair.change_percent == pytest.approx(-5)
         and pair.throughput_percent == pytest.approx(5)
     )
-    assert "16.00 to 15.20 ms (-5.0%)" in pair.text() and "72.3k input tokens" in pair.text()
+    assert "16.00 to 15.20 ms (-5.0%)" in pair.text and "72.3k input tokens" in pair.text
     predicted = serving.predict_for(pair, *models)
     assert predicted.low_ms <= predicted.ms <= predicted.high_ms < 0
-    assert "predicted" in pair.text(predicted)
+    assert "predicted" in serving.beside(pair, predicted)
     solved = serving.predict_for(pair, *models, other_s=0.0)
     assert solved.ms == pytest.approx(57 * true_delta(74_496, 16) / 1000, rel=0.05)  # all 16 decode; the mean context
     assert serving.predict_for(pair, *models, other_s=1000.0).ms > solved.ms
@@ -158,14 +158,14 @@ def test_a_pair_of_vllm_results(tmp_path, models):
 
 def test_a_pair_of_aiperf_results(tmp_path):
     faster = {"unit": "s", "avg": 0.0147}
-    pair = serving.compare(aiperf(tmp_path / "a.json"), aiperf(tmp_path / "b.json", inter_token_latency=faster))
+    pair = results.compare(aiperf(tmp_path / "a.json"), aiperf(tmp_path / "b.json", inter_token_latency=faster))
     assert pair.change_ms == pytest.approx(-1.5) and pair.base.concurrency == 16 and pair.base.tool == "aiperf"
 
 
 def test_older_vllm_files_and_speculation(tmp_path):
-    old = serving.read_result(vllm(tmp_path / "a.json", failed=None, completed=97, max_concurrency=None))
+    old = results.read_result(vllm(tmp_path / "a.json", failed=None, completed=97, max_concurrency=None))
     assert old.failed == 3 and old.concurrency is None
-    assert serving.read_result(vllm(tmp_path / "b.json", spec_decode_acceptance_length=2.78)).acceptance == 2.78
+    assert results.read_result(vllm(tmp_path / "b.json", spec_decode_acceptance_length=2.78)).acceptance == 2.78
 
 
 @pytest.mark.parametrize(
@@ -187,14 +187,14 @@ def test_older_vllm_files_and_speculation(tmp_path):
 def test_pairs_that_are_not_compared(tmp_path, make, base, cp, words):
     a, b = make(tmp_path / "a.json", **base), make(tmp_path / "b.json", **cp)
     with pytest.raises(ValueError, match=words):
-        serving.compare(a, b)
+        results.compare(a, b)
 
 
 def test_within_3_percent_is_compared_and_two_tools_are_not(tmp_path):
     a = vllm(tmp_path / "a.json")
-    assert serving.compare(a, vllm(tmp_path / "b.json", total_input_tokens=7_600_000)).base.requests == 100
+    assert results.compare(a, vllm(tmp_path / "b.json", total_input_tokens=7_600_000)).base.requests == 100
     with pytest.raises(ValueError, match="vllm bench serve and cp of aiperf"):
-        serving.compare(a, aiperf(tmp_path / "c.json"))
+        results.compare(a, aiperf(tmp_path / "c.json"))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_other_files_are_refused(tmp_path, text, words):
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=words):
-        serving.read_result(path)
+        results.read_result(path)
 
 
 def test_the_picture_of_measured_against_predicted(published):
