@@ -21,18 +21,27 @@ from matplotlib.patches import Patch
 from m3cp import crossover, fit, frames, plots, policy, workload
 from m3cp.crossover import tokens_about
 from m3cp.review import Review, default_node, engines_text, floor_of, given, judged, pays_from, reference, who
+from m3cp.terms import TERMS
 
 WIDE = 9.6  # inches: a figure as wide as the page
-OTHER = "other terms"
-# Terms of the cost model by what they mean to a reader, bottom of the stack first: (terms, colour, hatch).
+# What a reader is told of the cost model's terms, bottom of the stack first: (colour, hatch), the explorer's colours.
+READING, SMALL, CHOOSING = "reading keys at full bandwidth", "what small reads lose", "choosing blocks"
+FIXED, EXCHANGE = "fixed: launch, hand-over", "exchange, where told apart"
 STAGES = {
-    "reading keys at full bandwidth": (("bytes", "beyond"), "#8c8c8c", ""),
-    "what small reads lose": (("ramp", "wave"), "#c9c9c9", "...."),
-    "choosing blocks": (("depth", "steps", "sort", "rows", "row_heads", "imbalance"), "#009E73", "////"),
-    "fixed: launch, hand-over": (("launch",), "#56B4E9", ""),
-    "exchange, where told apart": (("exchange", "peers", "payload", "sent"), "#CC79A7", "xxxx"),
-    OTHER: ((), "#F0E442", "----"),
+    READING: ("#56B4E9", ""),
+    SMALL: ("#F0E442", "...."),
+    CHOOSING: ("#009E73", "////"),
+    FIXED: ("#6b6b6b", ""),
+    EXCHANGE: ("#8a3d00", "xxxx"),
 }
+
+
+def stage_of(term: str) -> str:
+    """The stage of `STAGES` that a term of the cost model belongs to: what is none of the others is work on the rows."""
+    told = {"bytes": READING, "beyond": READING, "ramp": SMALL, "wave": SMALL, "bend": SMALL, "launch": FIXED}
+    if term in told:
+        return told[term]
+    return EXCHANGE if TERMS[term].meaning.startswith("the exchange") else CHOOSING
 
 
 @plots.styled
@@ -107,9 +116,10 @@ def gains(comparison: crossover.Comparison) -> Figure:
 def parts(model: fit.CostModel, context_tokens: int, batch: int) -> dict[str, float]:
     """A call's predicted microseconds by stage of `STAGES`; they add up to the prediction."""
     point = model.point(context_tokens, batch)
-    spent = dict(zip(model.terms, model.row(point) * model.fit.usable, strict=True))
-    found = {stage: float(sum(spent.pop(term, 0.0) for term in terms)) for stage, (terms, _, _) in STAGES.items()}
-    return {**found, OTHER: float(sum(spent.values()))}
+    found = dict.fromkeys(STAGES, 0.0)
+    for term, us in zip(model.terms, model.row(point) * model.fit.usable, strict=True):
+        found[stage_of(term)] += float(us)
+    return found
 
 
 @plots.styled
@@ -126,7 +136,7 @@ def breakdown(comparison: crossover.Comparison) -> Figure:
             left = 0.0
             for stage, us_part in parts(model, *where).items():
                 if us_part > 0:
-                    _, colour, hatch = STAGES[stage]
+                    colour, hatch = STAGES[stage]
                     axis.barh(
                         place,
                         us_part,
@@ -149,13 +159,9 @@ def breakdown(comparison: crossover.Comparison) -> Figure:
                 zorder=4,
             )
             if where in floors:
-                axis.plot(
-                    [floors[where][1 - place]] * 2,
-                    [place - 0.42, place + 0.42],
-                    color=plots.LINE_COLOUR,
-                    linewidth=1.6,
-                    zorder=4,
-                )
+                tick = [floors[where][1 - place]] * 2, [place - 0.42, place + 0.42]
+                axis.plot(*tick, color="white", linewidth=3.6, zorder=3.9)
+                axis.plot(*tick, color=plots.LINE_COLOUR, linewidth=1.6, zorder=4)
         axis.set_yticks([0, 1], ["CP", "TP"])
         axis.set_ylim(-0.55, 1.55)
         axis.set_xlim(0, 1.06 * max(pair["tp_us"], pair["cp_us"]))
@@ -164,7 +170,7 @@ def breakdown(comparison: crossover.Comparison) -> Figure:
             f"{where[1]} ×\n{tokens_about(where[0])}", rotation=0, ha="right", va="center", fontweight="bold"
         )
     axes[-1].set_xlabel("µs a layer (requests × context at the left; each row its own scale)")
-    handles = [Patch(facecolor=c, hatch=h, edgecolor="white") for s, (_, c, h) in STAGES.items() if s in used]
+    handles = [Patch(facecolor=c, hatch=h, edgecolor="white") for s, (c, h) in STAGES.items() if s in used]
     words = [f"{s}, modelled" for s in STAGES if s in used]
     handles += [Line2D([], [], color=plots.TP_COLOUR, marker="o", linestyle="none"), Line2D([], [], color=plots.CP_COLOUR, marker="s", linestyle="none"),
                 Line2D([], [], color=plots.LINE_COLOUR, marker="|", markersize=11, markeredgewidth=1.6, linestyle="none")]  # fmt: skip
@@ -541,11 +547,10 @@ def says_arms(found: Review) -> tuple[str, str]:
 
 def says_breakdown(found: Review) -> tuple[str, str]:
     """Of the breakdown: what CP adds and what it halves."""
-    fixed = "fixed: launch, hand-over"
     pair = reference(found.main).iloc[0]
     where = (int(pair["context_tokens"]), int(pair["batch"]))
     tp, cp = parts(found.main.tp, *where), parts(found.main.cp, *where)
-    claim = f"CP's price is fixed, {cp[fixed] - tp[fixed]:+.1f} µs a call; it reads 1/P of TP's bytes."
+    claim = f"CP's price is fixed, {cp[FIXED] - tp[FIXED]:+.1f} µs a call; it reads 1/P of TP's bytes."
     loose = sorted({t for m in found.main.models for t in m.fit.unidentified if t in ("exchange", "sent", "beyond")})
     note = "Parts are the fitted terms of the cost model; they add up to its prediction, not to the measured mark beside them."
     if loose:

@@ -15,10 +15,11 @@ import stored_figures
 import synthetic
 from typer.testing import CliRunner
 
-from m3cp import cli, frames, notebook, records, report, review, workload
+from m3cp import cli, frames, notebook, records, report, review, terms, workload
 
 NOTEBOOK = notebook.FOLDER / "30_design_review.ipynb"
 DEAR = {**synthetic.CP, "launch": 5000.0}  # a fixed cost that nothing measured buys back
+CHUNKS = terms.Kernels()
 CHEAP = {**synthetic.CP, "launch": 1.0}
 
 
@@ -204,7 +205,15 @@ def test_parts_add_up_to_the_prediction(found):
         for where in ((8192, 1), (131_072, 32)):
             spent = report.parts(model, *where)
             assert sum(spent.values()) == pytest.approx(model.us(model.point(*where)), rel=1e-9)
-            assert spent[report.OTHER] == 0.0  # every term of today's model has a place
+
+
+def test_every_term_of_the_model_has_a_stage():
+    stages = {name: report.stage_of(name) for name in terms.TERMS}
+    assert set(stages.values()) == set(report.STAGES)
+    assert {name for name, stage in stages.items() if stage == report.EXCHANGE} == {
+        n for n, t in terms.TERMS.items() if t.applies("cp", CHUNKS) and not t.applies("tp", CHUNKS)
+    }
+    assert stages["launch"] == report.FIXED and stages["bytes"] == report.READING
 
 
 def test_other_numbers_of_ranks_say_what_they_assume(found):
