@@ -169,9 +169,11 @@ def timed_replays(
 def capture(calls: Sequence[Callable[[], object]], evict: Callable[[], object] | None = None) -> torch.cuda.CUDAGraph:
     """Capture the calls in order in one graph, the evicting read before each.
 
-    Everything must have run before: a kernel compiled or a transport connected during capture is an error. The graph
+    The calls must have run before: a kernel compiled or a transport connected during capture is an error. The graph
     keeps the calls, and through them every tensor that its replays touch.
     """
+    if evict is not None:
+        evict()  # it makes its buffer when it first runs
     torch.cuda.synchronize()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -181,3 +181,16 @@ def test_a_graph_keeps_what_its_replays_touch():
     assert all(tensor() is not None for tensor in tensors)
     replay()
     assert tensors[1]()[-1] == 1 << 20
+
+
+def test_an_evicting_read_makes_its_buffer_before_the_capture():
+    made, x = [], torch.zeros(16, device="cuda")
+
+    def evict():
+        if not made:
+            made.append(torch.randn(16, generator=torch.Generator("cuda").manual_seed(1), device="cuda"))
+        made[0].add_(1)
+
+    x.add_(1)
+    timing.capture([lambda: x.add_(1)], evict).replay()
+    assert x.tolist() == [2.0] * 16
