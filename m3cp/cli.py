@@ -172,10 +172,10 @@ def policy(
     figures: Annotated[Path, typer.Option(help="Where the figures go.", show_default="figures/")] = ROOT / "figures",
 ) -> None:
     """Write a run's policy file, say what deciding per step is worth, and whether CP should be on for a traffic."""
-    from m3cp import policy as deciding
+    from m3cp import advice
 
     asked = (run, out, arm, exchange, queries, form, traffic, trace, world, dtype, query_len, figures)
-    _say("policy", lambda: deciding.main(*asked))
+    _say("policy", lambda: advice.main(*asked))
 
 
 @app.command()

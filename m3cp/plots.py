@@ -655,7 +655,7 @@ def regrets(found: Sequence[Any], title: str = "Loss against the oracle near bre
     """What always-TP, always-CP, the policy and its threshold lose to an oracle, with 95% intervals; a panel a truth.
 
     Args:
-        found: of `policy.regret` and `policy.regret_measured`.
+        found: of `advice.regret` and `advice.regret_measured`.
         title: of the figure.
 
     Raises:

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from m3cp import crossover, fit, frames, plots, policy, workload
+from m3cp import advice, crossover, fit, frames, plots, workload
 from m3cp.crossover import tokens_about
 from m3cp.review import Review, default_node, engines_text, floor_of, given, judged, pays_from, reference, who
 from m3cp.terms import TERMS
@@ -597,7 +597,7 @@ def says_traffic(found: Review) -> tuple[str, str]:
     regret = None
     if answer.steps:
         first = found.choices[0].first
-        regret = policy.regret(
+        regret = advice.regret(
             found.choices[0].policy,
             [s.context_lengths for s in found.steps],
             int(first["world"]),

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from m3cp import crossover, engines, fit, frames, heldout, plots, policy, serving, workload
+from m3cp import advice, crossover, engines, fit, frames, heldout, plots, policy, serving, workload
 from m3cp.crossover import SPARSE_LAYERS, tokens_about
 
 REFERENCE_TOKENS = (2**13, 2**16, 2**18, 2**20, 2**22)  # cached tokens a step at which gains are quoted, where measured
@@ -149,7 +149,7 @@ def gather(run: str = "", traffic: str = "") -> Review:
             continue
         try:
             made, why = (
-                policy.from_comparisons(
+                advice.from_comparisons(
                     found, loaded.name, first["arm"], *(given(first[n]) for n in ("exchange", "queries", "form"))
                 ),
                 "",
@@ -267,11 +267,11 @@ def headline(found: Review) -> str:
     return f"Turn context parallelism on where a decode step holds more than about {total.split(' to ')[-1]} tokens of context, all its requests together; leave it off below {total.split(' to ')[0]}."
 
 
-def judged(found: Review, choice: Choice) -> policy.Static:
+def judged(found: Review, choice: Choice) -> advice.Static:
     """The static answer of a choice for the review's traffic."""
     first = choice.first
     batches = [step.context_lengths for step in found.steps]
-    return policy.static(choice.policy, batches, int(first["world"]), str(first["dtype"]), int(first["query_len"]))
+    return advice.static(choice.policy, batches, int(first["world"]), str(first["dtype"]), int(first["query_len"]))
 
 
 def reference(comparison: crossover.Comparison) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import synthetic
 
-from m3cp import crossover, fit, frames, policy, traffic, workload
+from m3cp import advice, crossover, fit, frames, policy, traffic, workload
 from m3cp.shapes import Point
 
 CONTEXTS, BATCHES = (4096, 8192, 16_384, 32_768, 65_536, 131_072), (1, 2, 8, 32, 64)
@@ -27,7 +27,7 @@ def found():
 
 @pytest.fixture(scope="module")
 def made(found):
-    return policy.from_comparisons(found, run="synthetic run")
+    return advice.from_comparisons(found, run="synthetic run")
 
 
 def true_gain(lengths):
@@ -129,7 +129,7 @@ def test_it_refuses_in_words_outside_its_range(made, lengths, changes, words):
 
 
 def test_uniform_rows_alone_say_nothing_of_skewed_batches():
-    uniform = policy.from_comparisons(
+    uniform = advice.from_comparisons(
         crossover.comparisons(frames.table(synthetic.rows(contexts=CONTEXTS, batches=BATCHES)), draws=20)
     )
     assert not uniform.decide([50_000] * 8, 2, "bf16").refused
@@ -197,18 +197,18 @@ def test_one_policy_is_for_one_arm_exchange_and_way_to_share(found):
         if r.point.arm == "cp"
     ]
     both = crossover.comparisons(frames.table(rows + cheaper), draws=20)
-    gathered, replicated = (policy.from_comparisons(both, queries=q) for q in ("gathered", "replicated"))
+    gathered, replicated = (advice.from_comparisons(both, queries=q) for q in ("gathered", "replicated"))
     difference = gathered.costs_us([32_768], 2, "bf16")[1] - replicated.costs_us([32_768], 2, "bf16")[1]
     assert difference == pytest.approx(1.0, abs=0.05)
     with pytest.raises(ValueError, match="arm='vllm_cp'.*there are cp_staged"):
-        policy.from_comparisons(both, arm="vllm_cp")
+        advice.from_comparisons(both, arm="vllm_cp")
     other = crossover.comparisons(frames.table([dataclasses.replace(r, node="another") for r in rows]), draws=20)
     with pytest.raises(ValueError, match="node: another, synthetic"):
-        policy.from_comparisons(both + other)
+        advice.from_comparisons(both + other)
 
 
 def test_published_rows_make_a_policy_for_that_engine():
-    made = policy.from_comparisons(
+    made = advice.from_comparisons(
         crossover.comparisons(frames.published(), draws=20), run="published", arm="sglang_cp"
     )
     assert made.decide([8192] * 8, 4, "fp8_e4m3fn").path == "tp"
@@ -242,18 +242,18 @@ def test_regret_of_constants_policy_and_threshold(made):
     batches = [
         list(s.context_lengths) for n in (1, 2) for s in workload.generate("log_uniform", 80, 131_072, batch=n, seed=n)
     ]
-    found = policy.regret(made, batches, 2, "bf16")
+    found = advice.regret(made, batches, 2, "bf16")
     assert found.near and 10 < found.steps < 160
     assert found.policy[0] <= min(found.always_tp[0], found.always_cp[0]) + 1e-12
     assert found.policy[0] <= found.threshold[0] + 1e-12
     for share, low, high in (found.always_tp, found.always_cp, found.policy, found.threshold):
         assert 0 <= low <= share <= high
-    everywhere = policy.regret(made, batches, 2, "bf16", near=False)
+    everywhere = advice.regret(made, batches, 2, "bf16", near=False)
     assert everywhere.steps == 160 and everywhere.always_tp[0] > found.always_tp[0]
 
 
 def test_where_a_constant_does_as_well_no_policy_is_needed(made):
-    easy = policy.regret(made, [[131_072] * 8, [131_072] * 16, [65_536] * 32], 2, "bf16")
+    easy = advice.regret(made, [[131_072] * 8, [131_072] * 16, [65_536] * 32], 2, "bf16")
     assert not easy.needed and "No policy is needed: always CP does as well" in easy.text
     assert easy.always_cp[0] == 0 and easy.always_tp[0] > 0.3
 
@@ -264,12 +264,12 @@ def test_where_both_are_often_wrong_a_policy_is_needed(made):
     )
     steep = dataclasses.replace(made, entries=(sharp,), _deciders={})
     batches = [[8192] * 2] * 50 + [[131_072] * 8] * 10
-    found = policy.regret(steep, batches, 2, "bf16", near=False)
+    found = advice.regret(steep, batches, 2, "bf16", near=False)
     assert found.needed and "Deciding per step pays" in found.text
 
 
 def test_near_break_even_means_within_half_of_it(made):
-    batches = policy.near_break_even(made, 2, "bf16")
+    batches = advice.near_break_even(made, 2, "bf16")
     assert {len(b) for b in batches} <= {1, 2, 4, 8, 16, 32, 64}
     for batch in {len(b) for b in batches}:
         contexts = [b[0] for b in batches if len(b) == batch]
@@ -280,7 +280,7 @@ def test_near_break_even_means_within_half_of_it(made):
 
 
 def test_measured_regret_is_judged_by_the_rows(found, made):
-    judged = policy.regret_measured(made, found[0])
+    judged = advice.regret_measured(made, found[0])
     assert judged.truth == "measured" and judged.near and judged.steps >= 4
     rows = [p for _, p in found[0].pairs.iterrows() if p["read"]]
     near = [
@@ -295,16 +295,16 @@ def test_measured_regret_is_judged_by_the_rows(found, made):
 
 
 def test_the_static_answer(made):
-    on = policy.static(made, [[131_072] * 8] * 5 + [[200_000]], 2, "bf16")
+    on = advice.static(made, [[131_072] * 8] * 5 + [[200_000]], 2, "bf16")
     assert on.path == "cp" and on.refused == 1 and on.steps == 5 and on.confidence > 0.99
     assert on.text.startswith("turn context parallelism on") and "1 further steps" in on.text
     assert (
         on.gain_us[0] == pytest.approx(true_gain([131_072] * 8), rel=0.03)
         and on.gain_us[1] < on.gain_us[0] < on.gain_us[2]
     )
-    off = policy.static(made, [[8192]] * 5, 2, "bf16")
+    off = advice.static(made, [[8192]] * 5, 2, "bf16")
     assert off.path == "tp" and off.text.startswith("leave context parallelism off")
-    nothing = policy.static(made, [[200_000]], 2, "bf16")
+    nothing = advice.static(made, [[200_000]], 2, "bf16")
     assert nothing.text.startswith("undecided: all 1 steps")
 
 
@@ -323,7 +323,7 @@ def test_an_engines_arm_gets_a_policy_of_its_own(tmp_path):
     ours = synthetic.rows(synthetic.FUSED_TP, synthetic.FUSED_CP, contexts=CONTEXTS, batches=(1, 8, 32), form="one_launch", provenance=synthetic.PROVENANCE)
     for row in ours + engine_rows():
         records.append(tmp_path / "node", row)
-    said = policy.main(str(tmp_path / "node"), arm="vllm_cp")
+    said = advice.main(str(tmp_path / "node"), arm="vllm_cp")
     assert said[0].startswith("policy of node for vllm_cp/collective/gathered: ") and any("always CP" in line for line in said)
     engine = policy.load(tmp_path / "node" / "policy_vllm_cp.json")
     assert (engine.arm, engine.form, engine.exchange, engine.queries) == ("vllm_cp", None, "collective", "gathered")
@@ -331,7 +331,7 @@ def test_an_engines_arm_gets_a_policy_of_its_own(tmp_path):
     for lengths in ([8192], [4096] * 2, [131_072] * 8, [9000] * 32):
         decision = engine.decide(lengths, 2, "bf16")
         assert decision.path == ("cp" if true_gain(lengths) > 0 else "tp") and not decision.refused
-    mine = policy.load(policy.from_comparisons(crossover.comparisons(frames.table(ours + engine_rows()), draws=20)).save(tmp_path / "p.json"))
+    mine = policy.load(advice.from_comparisons(crossover.comparisons(frames.table(ours + engine_rows()), draws=20)).save(tmp_path / "p.json"))
     assert mine.arm == "cp" and mine.entries[0].cp.kernels.choice == "levels"
 
 
@@ -340,7 +340,7 @@ def test_it_agrees_with_the_cost_model_of_our_kernels(form):
     truths = {"staged": (synthetic.STAGED_TP, synthetic.STAGED_CP), "one_launch": (synthetic.FUSED_TP, synthetic.FUSED_CP)}[form]
     rows = synthetic.rows(*truths, contexts=(*CONTEXTS, 524_288), batches=BATCHES, form=form, noise=0.004, provenance=synthetic.PROVENANCE)
     found = crossover.comparisons(frames.table(rows), draws=20)
-    made = policy.from_comparisons(found)
+    made = advice.from_comparisons(found)
     models = [fit.fit_model(part, fit.ALL_TERMS) for part in crossover.arm_frames(found[0])]
     for context in (8192, 50_048, 131_072, 524_288):
         for batch in (1, 8, 64):
@@ -482,7 +482,7 @@ def run(tmp_path_factory):
 
 def test_the_policy_command_answers_for_a_traffic(run, tmp_path):
     traffic_file = workload.write(tmp_path / "steps.jsonl", workload.generate("uniform", 5, 131_072, batch=8))
-    said = "\n".join(policy.main(str(run), traffic=traffic_file, figures=tmp_path / "figures"))
+    said = "\n".join(advice.main(str(run), traffic=traffic_file, figures=tmp_path / "figures"))
     assert "| always TP | " in said and "modelled batches within 50% of break-even" in said and "measured batches within" in said
     drawn = {p.name for p in (tmp_path / "figures" / "node").iterdir()}
     assert drawn == {f"regret_cp_staged_collective_gathered_p2_bf16_q1.{kind}" for kind in ("png", "svg")}
@@ -491,17 +491,17 @@ def test_the_policy_command_answers_for_a_traffic(run, tmp_path):
     skewed = workload.write(tmp_path / "skewed.jsonl", [workload.Step((131_072, 1024, 1024))] * 3)
     assert (
         "this is no verdict: sweep such lengths first"
-        in policy.main(str(run), out=tmp_path / "p.json", traffic=skewed)[-1]
+        in advice.main(str(run), out=tmp_path / "p.json", traffic=skewed)[-1]
     )
     shared = workload.write(tmp_path / "shared.jsonl", [workload.Step((65_536,) * 8, 60_000)] * 3)
-    assert "share prefixes" in policy.main(str(run), out=tmp_path / "p.json", traffic=shared)[-1]
+    assert "share prefixes" in advice.main(str(run), out=tmp_path / "p.json", traffic=shared)[-1]
     trace = tmp_path / "trace.jsonl"
     trace.write_text(json.dumps({"t": 0, "in": 100_000, "out": 200}))
-    assert "trace.jsonl at P = 2" in "\n".join(policy.main(str(run), out=tmp_path / "p.json", trace=trace))
+    assert "trace.jsonl at P = 2" in "\n".join(advice.main(str(run), out=tmp_path / "p.json", trace=trace))
     with pytest.raises(ValueError, match="give one of them"):
-        policy.main(str(run), out=tmp_path / "p.json", traffic=shared, trace=trace)
+        advice.main(str(run), out=tmp_path / "p.json", traffic=shared, trace=trace)
     with pytest.raises(ValueError, match="world=8"):
-        policy.main(str(run), out=tmp_path / "p.json", traffic=shared, world=8)
+        advice.main(str(run), out=tmp_path / "p.json", traffic=shared, world=8)
 
 
 def test_the_error_tables_of_the_fit_command(run):
