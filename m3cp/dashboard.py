@@ -294,9 +294,9 @@ class Dashboard:
                 colour, hatch = entries[i][0]
                 swatch.set_facecolor(colour)
                 swatch.set_hatch(hatch or None)
-        extra = len(entries)
-        if any(len(values.points) or len(values.reads) for values in arms.values()) and extra < len(self.swatches):
-            self.swatches[extra][1].set_text("◆ " + ("published" if view.published else "measured") + "   | page read, measured")
+        marks = ["◆ " + ("published" if view.published else "measured")] if any(len(m[0].get_xdata()) for m in self.measured.values()) else []
+        marks += ["| page read, measured"] if any(len(m[1].get_xdata()) for m in self.measured.values()) else []
+        self.swatches[len(entries)][1].set_text("   ".join(marks))
 
     @plots.styled
     def png(self) -> bytes:

@@ -18,14 +18,16 @@ from m3cp.shapes import tokens_text
 
 STATE_FILE = frames.ROOT / "data" / "runs" / "state.yaml"
 SETTLE_S = 0.02  # what moves within this time of the first move is drawn once
-# The answer stands in a box of fixed size, so that longer words move nothing; wide windows show all three side by side.
+# The answer stands in a box of fixed size, so that longer words move nothing; wide windows show it beside the picture.
 STYLE = f"""<style>
-.m3cp-words {{ position: relative; flex: 1 1 430px; min-width: 400px; min-height: 350px; overflow: hidden; }}
+.m3cp-left {{ flex: 1 1 440px; min-width: 0; overflow: hidden; }}
+.m3cp-words {{ position: relative; flex: 1 1 330px; min-height: 330px; overflow: hidden; }}
 .m3cp-words .widget-html {{ position: absolute; inset: 0; margin: 0; overflow: auto; }}
-.m3cp-words .widget-html-content {{ line-height: 1.35; font-size: 13px; white-space: normal; }}
+.m3cp-words .widget-html-content {{ line-height: 1.3; font-size: 13px; white-space: normal; }}
 .m3cp-words p {{ margin: 0 0 6px; }} .m3cp-words ul {{ margin: 0 0 8px; padding-left: 18px; }}
+.m3cp-words li {{ margin: 0; font-size: 12px; line-height: 1.3; }}
 .m3cp-words code {{ font-size: 11px; white-space: normal; overflow-wrap: anywhere; }}
-.m3cp-words .m3cp-verdict {{ font-size: 14px; }} .m3cp-switches {{ font-size: 12px; }}
+.m3cp-words .m3cp-verdict {{ font-size: 14px; }}
 .m3cp-picture {{ flex: 1 1 900px; min-width: 0; align-self: flex-start; }}
 .m3cp-picture img, img.m3cp-picture {{ width: 100%; max-width: {dashboard.WIDTH}px; height: auto; aspect-ratio: {dashboard.WIDTH} / {dashboard.HEIGHT}; }}
 </style>"""
@@ -65,34 +67,39 @@ class Controls:
         self.found, self.state, self.save_to = found, state, save_to
         self.dashboard = dashboard.Dashboard()
         self.note, self._timer, self._setting = "", None, False
-        how = {"layout": w.Layout(width="420px"), "style": {"description_width": "105px"}}
-        names = {"node": "node", "way": "exchange", "queries": "queries", "dtype": "cache dtype", "world": "ranks, P", "mix": "mix"}
-        self.choosers = {name: w.Dropdown(description=words, **how) for name, words in names.items()}
+        def how(pixels: int, label: int = 70) -> dict[str, Any]:
+            return {"layout": w.Layout(width="auto", min_width="0", flex=f"1 1 {pixels}px"), "style": {"description_width": f"{label}px"}}
+
+        names = {"node": "node", "way": "exchange", "queries": "queries", "dtype": "dtype", "world": "ranks, P", "mix": "mix"}
+        self.choosers = {name: w.Dropdown(description=words, **how(300 if name in ("node", "way") else 150)) for name, words in names.items()}
         self.sliders = {
-            "context_tokens": w.SelectionSlider(options=[(tokens_text(c), c) for c in CONTEXTS], description="context", **how),
-            "batch": w.SelectionSlider(options=list(BATCHES), description="batch", **how),
+            "context_tokens": w.SelectionSlider(options=[(tokens_text(c), c) for c in CONTEXTS], description="context", **how(200)),
+            "batch": w.SelectionSlider(options=list(BATCHES), description="batch", **how(200)),
             "exchange_us": w.FloatSlider(
-                min=EXCHANGE_US[0], max=EXCHANGE_US[1], step=0.5, description="if CP took +µs", readout_format="+.1f", **how
+                min=EXCHANGE_US[0], max=EXCHANGE_US[1], step=0.5, description="if CP took +µs", readout_format="+.1f", **how(200, 104)
             ),
             "bandwidth": w.FloatSlider(
-                min=BANDWIDTH[0], max=BANDWIDTH[1], step=0.05, value=1.0, description="if bandwidth ×", readout_format=".2f", **how
+                min=BANDWIDTH[0], max=BANDWIDTH[1], step=0.05, value=1.0, description="if bandwidth ×", readout_format=".2f", **how(200, 104)
             ),
         }
-        self.reset = w.Button(description="as measured", tooltip="what-if knobs back to neutral", layout=w.Layout(width="110px", margin="2px 2px 2px 100px"))
+        self.reset = w.Button(description="as measured", tooltip="what-if knobs back to neutral", layout=w.Layout(width="110px"))
         self.words = w.HTML()
         self.picture = w.Image(format="png", width=dashboard.WIDTH, height=dashboard.HEIGHT)
-        self.yaml = w.Textarea(description="state", rows=11, disabled=True, **how)
+        self.yaml = w.Textarea(description="state", rows=11, disabled=True, layout=w.Layout(width="420px"))
         self.save = w.Button(description="save as YAML", layout=w.Layout(width="130px"))
         self.saved = w.HTML()
         for control in (*self.choosers.values(), *self.sliders.values()):
             control.observe(self._changed, names="value")
         self.reset.on_click(lambda _: self.move(exchange_us=0.0, bandwidth=1.0))
         self.save.on_click(lambda _: self._save())
-        controls = w.VBox([*self.choosers.values(), *self.sliders.values(), self.reset], layout=w.Layout(flex="0 0 430px"))
+        rows = (("node",), ("way", "queries"), ("dtype", "world", "mix"), ("context_tokens", "batch"), ("exchange_us", "bandwidth"))
+        named = {**self.choosers, **self.sliders}
+        controls = w.VBox([*(w.HBox([named[name] for name in row]) for row in rows), self.reset], layout=w.Layout(flex="0 0 auto", overflow="hidden"))
         words = w.VBox([self.words])
-        words.add_class("m3cp-words")
-        self.picture.add_class("m3cp-picture")
-        seen = w.HBox([controls, words, self.picture], layout=w.Layout(flex_flow="row wrap", overflow="visible"))
+        left = w.VBox([controls, words])
+        for widget, name in ((left, "m3cp-left"), (words, "m3cp-words"), (self.picture, "m3cp-picture")):
+            widget.add_class(name)
+        seen = w.HBox([left, self.picture], layout=w.Layout(flex_flow="row wrap", overflow="visible"))
         export = w.HBox([self.yaml, w.VBox([self.save, self.saved])])
         self.box = w.VBox([w.HTML(STYLE), seen, export])
         self._show_state()

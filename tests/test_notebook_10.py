@@ -1,9 +1,13 @@
 """The sweep notebook under papermill: typed parameters in, checked rows out, failures that can't exit 0 (P02, B06)."""
 
+import subprocess
+import sys
+
 import nbformat
 import pytest
 
 from m3cp import notebook, records, sweep
+from m3cp.explore import State
 from m3cp.shapes import Point
 
 SMALL = {
@@ -47,13 +51,12 @@ def test_parameters_become_rows(tmp_path):
 
 
 def test_a_state_of_the_explorer_becomes_its_rows(tmp_path):
-    import yaml
-
-    from m3cp.explore import State
-
-    state = State("elsewhere", context_tokens=3072, batch=2, way="staged/collective", exchange_us=3.0).to_yaml()
-    given = {**yaml.safe_load(state), "device": "cpu", "cache": "warm", "out": str(tmp_path / "run")}
-    notebook.run_notebook("10_sweep", given, tmp_path / "out.ipynb", progress=False)
+    file = tmp_path / "state.yaml"
+    file.write_text(State("elsewhere", context_tokens=3072, batch=2, way="staged/collective", exchange_us=3.0).to_yaml())
+    given = [word for name, value in (("device", "cpu"), ("cache", "warm"), ("out", tmp_path / "run")) for word in ("-r", name, str(value))]
+    command = [sys.executable, "-m", "papermill", "notebooks/10_sweep.ipynb", str(tmp_path / "out.ipynb"), "-f", str(file), *given, "--no-progress-bar"]
+    ended = subprocess.run(command, cwd=notebook.FOLDER.parent, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
     rows = records.load(tmp_path / "run")
     assert {(r.point.arm, r.point.world, r.point.context_tokens, r.point.batch, r.point.queries) for r in rows} == {
         ("tp", 2, 3072, 2, None), ("cp", 2, 3072, 2, "gathered"), ("page_read", 1, 3072, 2, None), ("page_read", 2, 3072, 2, None),

@@ -1,6 +1,8 @@
 """The crossover notebook under papermill, and the driver that believes results and not exit codes (cases P02, P06)."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -8,6 +10,7 @@ import pytest
 import synthetic
 
 from m3cp import notebook, records
+from m3cp.explore import State
 
 NOTEBOOK = notebook.FOLDER / "20_crossover.ipynb"
 
@@ -42,14 +45,14 @@ def test_it_runs_headless_and_without_ipywidgets(run, tmp_path, monkeypatch):
         for name in ("crossover_map", "published_map", "crossover_explorer", "crossover_curves_p2_bf16_uniform_q1_cold_graph")
         for ending in ("svg", "png")
     ]
-    state = {"node": "synthetic-run", "way": "staged/collective", "batch": 1, "context_tokens": 131_072, "exchange_us": 4.0}
-    done = notebook.run_notebook(
-        "20_crossover",
-        {"run": str(run), "compare": str(run), "figures": str(figures), "state": state},
-        tmp_path / "out.ipynb",
-        expect=wanted,
-        progress=False,
-    )
+    opened = State("synthetic-run", way="staged/collective", batch=1, context_tokens=131_072, exchange_us=4.0)
+    file, done = tmp_path / "state.yaml", tmp_path / "out.ipynb"
+    file.write_text(opened.to_yaml())  # what the explorer exports
+    given = [word for name, value in (("run", run), ("compare", run), ("figures", figures)) for word in ("-r", name, str(value))]
+    command = [sys.executable, "-m", "papermill", str(NOTEBOOK), str(done), "-f", str(file), *given, "--no-progress-bar"]
+    ended = subprocess.run(command, cwd=notebook.FOLDER.parent, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    notebook.check_executed(done)
     assert sorted(figures.iterdir()) == sorted(wanted)
     said = outputs(done)
     for words in (

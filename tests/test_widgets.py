@@ -95,6 +95,6 @@ def test_without_ipywidgets_it_says_so(monkeypatch, capsys):
 
 def test_opening_takes_the_first_nodes_headline_or_the_state_given():
     box = widgets.explorer(explorer(), dataclasses.replace(START, world=8))
-    assert "P = 8" in box.children[1].children[1].children[0].value
+    assert "P = 8" in box.children[1].children[0].children[1].children[0].value
     with pytest.raises(ValueError, match="node='h100'"):
         widgets.explorer(explorer(), State("h100"))
