@@ -234,7 +234,7 @@ class Dashboard:
         inside = view.inside
         _span(self.outside[0], (900, inside[0]) if inside and inside[0] > 900 else None)
         _span(self.outside[1], (inside[1], 1.15 * 2**20) if inside else None)
-        self.absent.set_text("" if not view.why else "\n".join(_wrapped(f"Not measured here: {view.why}", 44)))
+        self.absent.set_text("" if not view.why else "\n".join(_wrapped(f"{'No model' if view.plane.cells else 'Not measured here'}: {view.why}", 44)))
 
     def _show_map(self, view: View) -> None:
         plane, state = view.plane, view.state

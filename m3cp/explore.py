@@ -624,7 +624,7 @@ def _words(state: State, node: Node, scene: Scene, a: Arm, z: Arm) -> str:
         if pair is not None:
             lines.append(f"Measured without the what-if: TP {pair['tp_us']:.4g} µs, CP {pair['cp_us']:.4g} µs")
     elif scene.why:
-        head = f"Not measured here: {scene.why}. No figure is given"
+        head = f"No figure: {scene.why}" if scene.measured else f"Not measured here: {scene.why}. No figure is given"
     elif scene.tp is not None:
         head = f"No figure: at {tokens_text(scene.unread)} tokens or less no key is read, and this point was not measured"
     else:

@@ -258,3 +258,17 @@ def test_a_move_takes_python_less_than_20_ms():
         board.show(seen.view(state))
         costs.append(1e3 * (time.process_time() - start))
     assert statistics.median(costs) < 20 and sorted(costs)[int(0.9 * len(costs))] < 40, costs
+
+
+def test_too_few_sizes_show_what_was_measured_and_no_model():
+    rows = synthetic.rows(contexts=(8192,), batches=(8,))
+    few = frames.table(rows, source="measured here")
+    node = Node("few", "measured here", "EPYC, 2 cores", lambda: (few, crossover.comparisons(few, fit.ALL_TERMS, draws=50)))
+    seen = Explorer([node]).view(dataclasses.replace(START, node="few", context_tokens=8192))
+    assert "too few sizes" in seen.why and "a layer, measured" in said(seen) and "modelled" not in said(seen)
+    assert len(seen.tp.points) == 1 and np.isnan(seen.tp.us).all() and seen.plane.cells == ((8192, 8, seen.plane.cells[0][2]),)
+    elsewhere = Explorer([node]).view(dataclasses.replace(START, node="few"))
+    assert "No figure: too few sizes" in said(elsewhere) and " µs" not in said(elsewhere)
+    board = dashboard.Dashboard()
+    board.show(seen)
+    assert "No model: too few sizes" in " ".join(board.absent.get_text().split()) and "No breakdown" in board.parts_title.get_text()
