@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import os
+import re
+import subprocess
+import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,7 +57,8 @@ class Row:
         unsteady: the page-read probe drifted by more than 3% over the row's group of points.
         probe_drift: that drift, as a fraction; None when there was no probe.
         extra: figures of an arm's own, such as a bandwidth curve's footprint.
-        provenance: hardware, clocks, versions, code hash, commit, dirty flag, environment, command, time.
+        provenance: hardware, clocks, versions, code hash, commit, environment, command, time, and `dirty`: whether the
+            code on the measuring path differed from the commit's (None where nobody can say).
         error: first line of the failure or the reason to skip.
         process: ordinal of the repeat in fresh processes, 0 for the first.
     """
@@ -191,9 +196,30 @@ def measured(rows: list[Row], code_hash: str, node: str) -> set[Point]:
 
 def code_hash() -> str:
     """Hash of the package files on the measuring path (12 hex digits): the code version of a row."""
+    return _hash({path.relative_to(PACKAGE).as_posix(): path.read_bytes() for path in PACKAGE.rglob("*.py")})
+
+
+def committed_hash(commit: str) -> str | None:
+    """What `code_hash` is of a commit's files, whatever stands beside them; None where git does not have it."""
+    if not re.fullmatch(r"[0-9a-f]{7,40}", commit):
+        return None
+    packed = ["git", "-C", str(PACKAGE.parent), "archive", commit, PACKAGE.name]
+    try:
+        done = subprocess.run(packed, capture_output=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode:
+        return None
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
+        files = {m.name.removeprefix(PACKAGE.name + "/"): tar.extractfile(m).read() for m in tar if m.isfile()}
+    return _hash(files)
+
+
+def _hash(files: dict[str, bytes]) -> str:
+    """Of the contents of those files, by path in the package, that are on the measuring path."""
     digest = hashlib.sha256()
     for name in MEASURING:
-        path = PACKAGE / name
-        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
-            digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+        folder = name + "/"
+        for path in [name] if name in files else sorted(p for p in files if p.startswith(folder) and "/" not in p[len(folder) :]):
+            digest.update(path.rpartition("/")[2].encode() + b"\0" + files[path] + b"\0")
     return digest.hexdigest()[:12]

@@ -561,18 +561,15 @@ def require_complete(points: Sequence[Point], rows: Sequence[records.Row]) -> No
 
 
 def git_state(commit: str | None = None) -> dict[str, Any]:
-    """`commit` (or HEAD's, or "unknown") and whether the package differs from it (None where nobody can say)."""
-
-    def git(*words: str) -> str | None:
+    """`commit` (or HEAD's, or "unknown") and whether what measures differs from it (None where nobody can say)."""
+    if commit is None:
         try:
-            done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=20)
+            done = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=20)
+            commit = done.stdout.strip() if done.returncode == 0 else None
         except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    head = git("rev-parse", "HEAD")
-    changes = git("status", "--porcelain", "--", "m3cp") if head else None
-    return {"commit": commit or head or "unknown", "dirty": None if changes is None else bool(changes)}
+            commit = None
+    committed = records.committed_hash(commit or "")
+    return {"commit": commit or "unknown", "dirty": None if committed is None else committed != records.code_hash()}
 
 
 def main(

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import shutil
+import subprocess
 
 import pytest
 import synthetic
@@ -106,3 +108,20 @@ def test_the_code_hash_covers_the_measuring_path(tmp_path, monkeypatch):
     assert records.code_hash() == first
     (tmp_path / "kernels" / "score.py").write_text("b = 2\n")
     assert records.code_hash() != first
+
+
+def test_the_code_version_of_a_commit_is_that_of_its_files(tmp_path, monkeypatch):
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", tmp_path, *words], check=True, capture_output=True)
+
+    package = tmp_path / "m3cp"
+    shutil.copytree(records.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(records, "PACKAGE", package)
+    git("init", "-q"), git("add", "."), git("commit", "-qm", "one")
+    head = subprocess.run(["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert records.committed_hash(head) == records.code_hash()
+    (package / "plots.py").write_text("")  # not on the measuring path
+    assert records.committed_hash(head) == records.code_hash()
+    (package / "kernels" / "score.py").write_text("")
+    assert records.committed_hash(head) != records.code_hash()
+    assert records.committed_hash("0" * 40) is None and records.committed_hash("--output=x") is None
