@@ -156,12 +156,15 @@ def _arm_points(arm: str, cell: Mapping[str, Any], axes: Mapping[str, Any]) -> l
     return made
 
 
-def default_grid(device: str, worlds: Sequence[int], quick: bool = False) -> list[Point]:
+def default_grid(device: str, worlds: Sequence[int], quick: bool = False, peers: bool = True) -> list[Point]:
     """What a sweep measures when no grid is given, for a machine that runs up to `max(worlds)` ranks.
 
-    On GPUs at most about 150 Points for worlds up to 2: all arms over contexts and batches at the largest world,
-    ragged batches and speculative verification at three shapes, the ends of the batches elsewhere. On a CPU contexts
-    and batches around the break-even, some minutes in all.
+    On GPUs about 150 Points for worlds up to 2: the one-launch form over contexts and batches at the largest world,
+    ragged batches and speculative verification at three shapes, the staged form over the process group and the other
+    worlds at a few. On a CPU contexts and batches around the break-even, some minutes in all.
+
+    Args:
+        peers: whether GPUs reach each other's memory; without, the staged form takes the one-launch form's place.
     """
     worlds = sorted(set(worlds))
     top = worlds[-1]
@@ -178,29 +181,35 @@ def default_grid(device: str, worlds: Sequence[int], quick: bool = False) -> lis
             points.update(dict.fromkeys(expand({**ends, "worlds": [world], "arms": arms}, device=device)))
         return list(points)
     arms = ["tp", "cp", "page_read"]
-    if quick:
-        small = {"contexts": [1024, 8192, 32768], "batches": [1, 8], "max_context": 524288, "cache": "warm"}
-        return expand({**small, "worlds": worlds, "arms": [*arms, "cp_local"]}, device=device)
-    cells = {"contexts": AXES["contexts"], "batches": AXES["batches"], "max_context": 524288}
-    ends = {**cells, "batches": [1, 32]}
-    points = {}
+    staged = {"forms": ["staged"], "exchanges": ["collective"]}
+    fast = {"forms": ["one_launch"], "exchanges": ["symmetric"]} if peers else staged
+    points: dict[Point, None] = {}
 
     def add(grid: Mapping[str, Any]) -> None:
-        points.update(dict.fromkeys(expand(grid, device=device)))
+        points.update(dict.fromkeys(expand({**grid, "max_context": 524288}, device=device)))
 
+    if quick:
+        small = {"contexts": [1024, 8192, 32768], "batches": [1, 8], "cache": "warm", "worlds": worlds}
+        add({**small, **fast, "arms": arms})
+        add({**small, **staged, "arms": [*arms, "cp_local"]})
+        return list(points)
+    cells = {"contexts": AXES["contexts"], "batches": AXES["batches"]}
+    few = {"contexts": [8192, 131072], "batches": [1, 32]}
     if top == 1:  # one GPU: CP's part without the exchange, for the worlds that a node may have
         arms, extra_world = ["tp", "cp_local", "page_read"], 2
-        add({**cells, "worlds": [1], "arms": ["tp", "page_read"]})
-        add({**cells, "worlds": [2], "arms": arms})
-        add({**cells, "batches": [32], "worlds": [8], "arms": arms})
+        add({**cells, **fast, "worlds": [1], "arms": ["tp", "page_read"]})
+        add({**cells, **staged, "worlds": [2], "arms": arms})
+        add({**cells, **staged, "batches": [32], "worlds": [8], "arms": arms})
+        fast = staged
     else:
         extra_world = top
+        add({**cells, **fast, "worlds": [top], "arms": arms})
         for world in worlds:
-            add({**(cells if world == top else ends), "worlds": [world], "arms": arms})
-        add({**ends, "worlds": [top], "arms": ["cp_local"]})
+            add({**few, **staged, "worlds": [world], "arms": [*arms, "cp_local"]})
+            add({**few, **fast, "worlds": [world], "arms": arms})
     for context, batch, mix, query_len in EXTRA_SHAPES:
         one = {"contexts": [context], "batches": [batch], "mixes": [mix], "query_lens": [query_len]}
-        add({**one, "max_context": cells["max_context"], "worlds": [extra_world], "arms": arms})
+        add({**one, **fast, "worlds": [extra_world], "arms": arms})
     return list(points)
 
 
@@ -612,7 +621,10 @@ def main(
     here = [w for w in doctor.WORLDS if doctor.skip_reason(w, device, gpus=ranks, cores=ranks) is None and w <= 8]
     worlds = list(worlds) if worlds else None
     if grid is None:
-        points = default_grid(device, worlds or (here if device == "cuda" else here[:2]), quick)
+        reached = device != "cuda" or not doctor.unreachable_peers(max(here))
+        if not reached:
+            print("GPUs here do not all reach each other's memory: the staged form only (`m3cp doctor` names the pairs)")
+        points = default_grid(device, worlds or (here if device == "cuda" else here[:2]), quick, reached)
     else:
         points = [p for p in read_grid(grid, device) if not worlds or p.world in worlds or p.arm == "page_read"]
     gpus = doctor.devices() if device == "cuda" else ()

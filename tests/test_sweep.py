@@ -379,7 +379,10 @@ def test_grids_come_from_yaml_json_and_points(tmp_path):
 @pytest.mark.parametrize("worlds", [[1], [1, 2], [2]])
 def test_the_default_gpu_grid_is_what_the_issue_asks_for(worlds):
     points = sweep.default_grid("cuda", worlds)
-    assert len(points) == len(set(points)) <= 150 and {p.cache for p in points} == {"cold"}
+    assert len(points) == len(set(points)) <= 155 and {p.cache for p in points} == {"cold"}
+    assert {p.form for p in points if p.arm == "tp"} == {"one_launch", "staged"}
+    unreached = sweep.default_grid("cuda", worlds, peers=False)
+    assert {p.form for p in unreached} <= {"staged", None} and {p.exchange for p in unreached} <= {"collective", None}
     top = max(worlds)
     arms = {"tp", "cp", "page_read"} if top > 1 else {"tp", "cp_local", "page_read"}
     for context in (1024, 8192, 32768, 131072, 524288):
