@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import mul
+from operator import itemgetter, mul
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -309,21 +309,19 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _evaluator(arm: Arm, query_len: int, block_mb: float) -> Callable[[Read], tuple[float, float]]:
-    """A function of what a batch reads that gives (microseconds, variance); the sums are unrolled, for speed."""
-    names = [f"x{i}" for i in range(len(arm.terms))]
-    squares = [f"({_sum_text(row, names[i:])})**2" for i, row in enumerate(arm.root) if any(row)]
-    both = f"(us := {_sum_text(arm.values, names)}, {' + '.join([f'{arm.spread**2!r}*us*us', *squares])})"
-    sums, amounts = eval(f"lambda {', '.join(names)}: {both}"), arm.amounts(query_len, block_mb)  # numbers and x0, x1, ... alone
+    """A function of what a batch reads that gives (microseconds, variance)."""
+    amounts, values, of_size, n = arm.amounts(query_len, block_mb), tuple(arm.values), arm.spread**2, len(arm.values)
+    pairs = [(i, j) for i in range(n) for j in range(i, n)]
+    # The variance as one sum over pairs of amounts: a third of the time that row by row takes.
+    weights = [sum(row[i - k] * row[j - k] for k, row in enumerate(arm.root[: i + 1])) * (1 + (i < j)) for i, j in pairs]
+    first, second = (itemgetter(*(pair[side] for pair in pairs), 0) for side in (0, 1))  # one more, so that one pair is a tuple
 
     def evaluate(read: Read) -> tuple[float, float]:
-        return sums(*amounts(read))
+        x = amounts(read)
+        us = sum(map(mul, values, x))
+        return us, of_size * us * us + max(0.0, sum(map(mul, weights, map(mul, first(x), second(x)))))
 
     return evaluate
-
-
-def _sum_text(factors: Sequence[float], names: Sequence[str]) -> str:
-    """The sum of factors times names as an expression; zeros left out."""
-    return " + ".join(f"{float(v)!r}*{name}" for v, name in zip(factors, names, strict=True) if v) or "0.0"
 
 
 def _decider(entry: Entry, shape: IndexerShape) -> Callable[[Sequence[int]], Decision]:
