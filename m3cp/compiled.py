@@ -75,14 +75,120 @@ def resident_programs(kernel, num_warps: int, device) -> int:
 
     kernel._init_handles()
     properties = torch.cuda.get_device_properties(device)
-    registers = max(1, kernel.n_regs)
     if torch.version.hip:
-        waves = min(8, 512 // (-(-registers // 8) * 8)) * 4
-        shared = SHARED_BYTES.get(properties.gcnArchName.split(":")[0], 64 * 1024)
-        return min(waves // num_warps, shared // max(1, kernel.metadata.shared))
-    a_warp = -(-registers * 32 // 256) * 256
-    warps = min(properties.regs_per_multiprocessor // a_warp, properties.max_threads_per_multi_processor // 32)
-    return min(warps // num_warps, properties.shared_memory_per_multiprocessor // (kernel.metadata.shared + 1024))
+        limit = SHARED_BYTES.get(properties.gcnArchName.split(":")[0], 64 * 1024)
+        return amd_programs(kernel.n_regs, num_warps, kernel.metadata.shared, limit)
+    return nvidia_programs(
+        kernel.n_regs, num_warps, kernel.metadata.shared, properties.shared_memory_per_multiprocessor,
+        properties.regs_per_multiprocessor, properties.max_threads_per_multi_processor,
+    )  # fmt: skip
+
+
+def amd_programs(registers: int, num_warps: int, shared: int, shared_limit: int) -> int:
+    """Programs a compute unit holds at once: four SIMDs of 512 VGPRs a lane, eight waves each at most."""
+    waves = min(8, 512 // (-(-max(1, registers) // 8) * 8)) * 4
+    return min(waves // num_warps, shared_limit // max(1, shared))
+
+
+def nvidia_programs(registers: int, num_warps: int, shared: int, shared_limit: int, file: int, threads: int) -> int:
+    """Programs a multiprocessor holds at once, with `file` registers and at most `threads` threads."""
+    a_warp = -(-max(1, registers) * 32 // 256) * 256
+    warps = min(file // a_warp, threads // 32)
+    return min(warps // num_warps, shared_limit // (shared + 1024))
+
+
+@dataclass(frozen=True)
+class Resources:
+    """A line of the resource report: `programs` is how many a compute unit (multiprocessor) holds, `waves` of `warps` each."""
+
+    kernel: str
+    warps: int
+    registers: int
+    spills: int
+    scalar_spills: int
+    shared_bytes: int
+    programs: int
+
+    @property
+    def waves(self) -> int:
+        """Waves (warps) that are resident a unit."""
+        return self.programs * self.warps
+
+
+def kernels() -> dict[str, tuple]:
+    """The decode path's kernels as they are launched for M3's shape, bf16 and 16 requests.
+
+    Returns:
+        {name: (kernel, element types of its pointers, constants, warps)}.
+    """
+    import torch
+
+    from m3cp.kernels import candidates, fused, gather, merge, score, tile
+    from m3cp.shapes import IndexerShape
+    from m3cp.turns import turns_kernel
+
+    shape, keep = IndexerShape(), candidates.kept(16)
+    cache = torch.empty(2, shape.block_size, shape.head_dim, dtype=torch.bfloat16)
+    words = dict.fromkeys(("words_ptr", "peers_ptr", "parts_ptr", "counters_ptr", "state_ptr"), "i64")
+    step = {"q_ptr": "bf16", "cache_ptr": "bf16", "table_ptr": "i32", "lens_ptr": "i32"}
+    pages = {"pages_ptr": "i32", "attended_ptr": "i32", "table_ptr": "i32"}
+    alone = score.constants(shape, shape.heads, shape.heads, 1, 1, 16, cache)
+    of_two = score.constants(shape, shape.heads, 2, 2, 1, 16, cache)
+
+    def scoring(dtype: str) -> tuple:
+        # fp8 comes as bytes; which format they are in is a constant.
+        form = tile.E4M3FN.value if dtype == "u8" else tile.NATIVE.value
+        return (score.score_kernel, step | {"cache_ptr": dtype, "scores_ptr": "fp32", "state_ptr": "i64"},
+                alone | dict(FORMAT=form, STAGES=score.STAGES, UPCAST=False), score.WARPS)  # fmt: skip
+
+    def fusing(fixed: dict, phase: int, exchange: bool, gathered: bool, presence: bool = False) -> tuple:
+        options = dict(KEEP=keep, STAGES=fused.STAGES, UPCAST=False, PHASE=phase, EXCHANGE=exchange, GATHER=gathered, PRESENCE=presence)
+        return fused.fused_kernel, step | {"out_ptr": "i32"} | words, fixed | options, fused.WARPS
+
+    chosen = dict(HEADS=shape.heads, BLOCK=shape.block_size, TOPK=shape.topk, KEEP=keep, CHUNK=candidates.CHUNK, PER_BLOCK=0)
+    merging = dict(WORLD=4, RANKS=4, TOPK=shape.topk, KEEP=keep, BLOCK=shape.block_size, PER_BLOCK=0)
+    listing = {"scores_ptr": "fp32", "lens_ptr": "i32"} | pages
+    return {
+        "score, bf16": scoring("bf16"),
+        "score, fp8": scoring("u8"),
+        "candidates": (candidates.candidates_kernel, listing | {"out_ptr": "i64"}, chosen | dict(CHOOSE=False), candidates.WARPS),
+        "choice (TP)": (candidates.candidates_kernel, listing | {"out_ptr": "i32"}, chosen | dict(CHOOSE=True), candidates.WARPS),
+        "merge, P=4": (
+            merge.merge_kernel, {"keys_ptr": "i64", "out_ptr": "i32", "state_ptr": "i64", "lens_ptr": "i32"} | pages, merging, merge.WARPS,
+        ),
+        "symmetric gather": (gather.gather_kernel, {"payload_ptr": "i32", "out_ptr": "i32"} | words, dict(CHUNK=gather.CHUNK), gather.WARPS),
+        "ping-pong": (turns_kernel, {"words_ptr": "i64", "peers_ptr": "i64", "state_ptr": "i32"}, {}, 4),
+        "two launches: push": fusing(of_two, fused.PUSH, True, True, True),
+        "two launches: choose": fusing(of_two, fused.CHOOSE, True, True, True),
+        "one launch: TP": fusing(alone, fused.ONE_LAUNCH, False, False),
+        "one launch: CP, replicated": fusing(of_two, fused.ONE_LAUNCH, True, False),
+        "one launch: CP, gathered": fusing(of_two, fused.ONE_LAUNCH, True, True),
+    }  # fmt: skip
+
+
+def resources(target: str, without: tuple[str, ...] = ()) -> list[Resources]:
+    """Compile the kernels of `kernels`, but for those named, and say what each takes; seconds a kernel, no GPU needed."""
+    from tqdm import tqdm
+
+    found, todo = [], {name: values for name, values in kernels().items() if name not in without}
+    for name, (kernel, pointers, constants, warps) in tqdm(todo.items(), desc=target, unit="kernel", mininterval=0.5):
+        made = build(kernel, {k: v for k, v in pointers.items() if k in kernel.arg_names}, constants, target, num_warps=warps)
+        limit = SHARED_BYTES[target]
+        if target == "sm_90":  # the vendor's table for compute capability 9.0: 65,536 registers, 2,048 threads, 228 KB
+            programs = nvidia_programs(made.registers, warps, made.shared_bytes, limit + 1024, 65_536, 2048)
+        else:
+            programs = amd_programs(made.registers, warps, made.shared_bytes, limit)
+        found.append(Resources(name, warps, made.registers, made.spills, made.scalar_spills, made.shared_bytes, programs))
+    return found
+
+
+def table(target: str, found: list[Resources]) -> list[str]:
+    """The report as lines of text."""
+    amd = target.startswith("gfx")
+    registers, shared, waves, unit = ("VGPRs", "LDS bytes", "waves", "CU") if amd else ("registers", "shared bytes", "warps", "SM")
+    head = (f"{target}: kernel", registers, shared, f"programs/{unit}", f"{waves}/{unit}", "spills", "SGPRs to lanes" if amd else "")
+    rows = [(r.kernel, r.registers, r.shared_bytes, r.programs, r.waves, r.spills, r.scalar_spills if amd else "") for r in found]
+    return [f"{name:28}" + "".join(f"{value!s:>16}" for value in rest).rstrip() for name, *rest in (head, *rows)]
 
 
 def _cubin_resources(cubin: bytes) -> tuple[int, int]:
@@ -96,3 +202,10 @@ def _cubin_resources(cubin: bytes) -> tuple[int, int]:
         text = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
     stack, local = int(re.search(r"STACK:(\d+)", text)[1]), int(re.search(r"LOCAL:(\d+)", text)[1])
     return int(re.search(r"REG:(\d+)", text)[1]), stack + local
+
+
+if __name__ == "__main__":
+    import sys
+
+    for arch in sys.argv[1:] or TARGETS:
+        print("\n".join(table(arch, resources(arch))), flush=True)

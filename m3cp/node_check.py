@@ -22,6 +22,7 @@ LARGEST_BYTES = {"cuda": 2048 * MIB, "cpu": 512 * MIB}
 READ_BYTES = {"cuda": 256 * MIB, "cpu": 8 * MIB}  # a small footprint is read again and again up to so many bytes a call
 PAYLOADS = tuple(1 << n for n in range(10, 23))  # bytes a rank, 1 KiB to 4 MiB
 GATHERS_A_GRAPH = 16
+CHAINS = (8, 136)  # nodes of two graphs: what 128 more of them take tells a node's cost without the graph's own
 
 
 def run(
@@ -36,8 +37,8 @@ def run(
         out: folder for `node_check.json`; None writes none.
 
     Returns:
-        {"node", "last_level_bytes", "datasheet_gbs", "curve", "collectives", "checks", "skipped", "provenance"}: lists of
-        flat dicts, one a measurement.
+        {"node", "last_level_bytes", "datasheet_gbs", "curve", "collectives", "gaps", "checks", "skipped", "provenance"}:
+        lists of flat dicts, one a measurement.
 
     Raises:
         sweep.WorkersFailed: a rank failed or died; the message names it.
@@ -53,6 +54,7 @@ def run(
         else facts["cpu_last_level_bytes"],
         "curve": [],
         "collectives": [],
+        "gaps": [],
         "checks": [],
         "skipped": [],
         "provenance": {
@@ -78,7 +80,7 @@ def run(
         sweep.launch("m3cp.node_check", job, world, follow=look)
         if not results:
             raise sweep.WorkersFailed(f"{world} ranks ended without a result")
-        for name in ("curve", "collectives", "checks"):
+        for name in ("curve", "collectives", "gaps", "checks"):
             found[name] += results[name]
         found["datasheet_gbs"] = results["datasheet_gbs"]
     if out is not None:
@@ -191,6 +193,47 @@ def collectives(place, quick: bool) -> list[dict[str, Any]]:
     return found
 
 
+def gaps(place) -> list[dict[str, Any]]:
+    """What a node of a graph costs: chains of the smallest kernels, and of such kernels around an all-gather of 1 KiB.
+
+    The second, less a kernel's share, is a collective with the idle time that it leaves on both sides. Microseconds a
+    node, the slowest rank's, median; none on a CPU, which has no graphs.
+    """
+    import torch
+
+    from m3cp.exchange import CollectiveExchange
+
+    if not place.on_gpu:
+        return []
+    one = torch.zeros(1, dtype=torch.int32, device=place.device)
+    mine = torch.arange(256, dtype=torch.int32, device=place.device)
+    everyone = torch.empty(place.peers.world, 256, dtype=torch.int32, device=place.device)
+    exchange = CollectiveExchange()
+
+    def kernel() -> None:
+        one.add_(1)
+
+    def gather() -> None:
+        exchange.gather(everyone, mine)
+        one.add_(1)
+
+    found = []
+    for name, call in (("kernel", kernel), ("kernel and all-gather", gather))[: 1 if place.peers.world == 1 else 2]:
+        call()
+        runs = {}
+        for nodes in CHAINS:
+            graph = timing.capture([call] * nodes)
+            graph.replay()
+            runs[str(nodes)] = timing.timed_replays(
+                graph.replay, calls=1, replays=4, align=place.align, hold=place.hold, timer=timing.DeviceTimer()
+            )
+        times = timing.measure(runs, 15)
+        few, many = (timing.slowest(place.peers.exchange(times[str(nodes)])) for nodes in CHAINS)
+        samples = [(b - a) / (CHAINS[1] - CHAINS[0]) for a, b in zip(few, many, strict=True)]
+        found.append({"world": place.peers.world, "node": name, "us": timing.median(samples), "samples_us": samples})
+    return found
+
+
 def checks(place, points: list[Point]) -> list[dict[str, Any]]:
     """Each path once against the reference, called one by one and, on a GPU, replayed from a graph."""
     from m3cp import inputs, worker
@@ -234,6 +277,7 @@ def body(place, job: dict[str, Any]) -> None:
     result = {
         "checks": checks(place, points),
         "collectives": collectives(place, job["quick"]) if place.peers.world > 1 else [],
+        "gaps": gaps(place),
         "curve": curve(place, job["quick"]) if job["curve"] else [],
         "datasheet_gbs": place.peak_gbs,
     }
