@@ -285,7 +285,7 @@ class Node:
             pair = found.pairs.iloc[0]
             if all(pair[k] == v for k, v in plain.items()) and frames.missing(pair["threshold_blocks"]):
                 kept.append(found)
-        return sorted(kept, key=lambda c: (set(c.pairs["cache_state"]) != {"cold"}, -len(c.pairs)))
+        return sorted(kept, key=lambda c: -int((c.pairs["cache_state"] == "cold").sum()))  # short rows read nothing: warm
 
     @functools.cached_property
     def measured(self) -> list[dict[str, Any]]:
