@@ -72,7 +72,7 @@ class Facts:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, for provenance."""
-        return asdict(self)
+        return json.loads(json.dumps(asdict(self)))
 
 
 def documents(text: str) -> list[dict[str, Any]]:
@@ -241,7 +241,7 @@ def facts(tool: Callable[..., str | None]) -> Facts | None:
     """Ask the tools that are here.
 
     Args:
-        tool: runs a command and returns its output, None where it is missing or fails (`doctor.vendor_tool`).
+        tool: runs a command and returns its output, None where it is missing or fails.
     """
     said = [tool("amd-smi", command, "--json") or "" for command in ("static", "metric", "topology")]
     return from_amd_smi(*said) or from_rocm_smi(tool("rocm-smi", *ROCM_SMI) or "")

@@ -16,12 +16,14 @@ import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from m3cp import amd as rocm
+
 MIB = 1 << 20
 # Bytes of the cache behind the L2 that torch reports. AMD's CDNA 3 and CDNA 4 have 256 MiB of Infinity Cache (the
 # vendor's data sheets); torch knows only the 4 MiB L2 slice. On NVIDIA the L2 is the last level.
 BEHIND_L2_BYTES = {"gfx942": 256 * MIB, "gfx950": 256 * MIB}
 WORLDS = (1, 2, 4, 8)
-ENVIRONMENT = ("NCCL_", "RCCL_", "HSA_", "HIP_", "TORCH_SYMM_MEM_")
+ENVIRONMENT = ("NCCL_", "RCCL_", "HSA_", "HIP_", "ROCR_", "GPU_MAX_HW_QUEUES", "TORCH_SYMM_MEM_")
 DISTRIBUTIONS = ("torch", "triton", "numpy", "pandas", "matplotlib", "scipy", "papermill")
 
 
@@ -96,6 +98,7 @@ class Node:
     clocks: tuple[dict, ...]
     drivers: tuple[str, ...]  # "nvidia", "amd": device files that are here
     engines: tuple[tuple[str, str], ...] = ()  # arms of engines' kernels, and why they do not import here, "" when they do
+    amd: rocm.Facts | None = None  # what ROCm's command-line tools say; None on other nodes, or where none answers
     plan: tuple[Planned, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -367,7 +370,20 @@ def clocks() -> tuple[dict, ...]:
     if text is not None:
         return nvidia_clocks(text)
     amd = _amd() if "amd" in drivers() else None
-    return amd[0] if amd else ()
+    if amd:
+        return amd[0]
+    facts = rocm_facts()
+    named = facts.gpus if facts else ()
+    return tuple({"sm_mhz": _whole(g.gfx_mhz), "memory_mhz": _whole(g.memory_mhz), "driver": g.driver} for g in named)
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
+
+def rocm_facts() -> rocm.Facts | None:
+    """Partitions, links, NUMA, clocks, power caps and throttling by amd-smi or rocm-smi; None without AMD GPUs or tools."""
+    return rocm.facts(_tool) if "amd" in drivers() else None
 
 
 def other_processes() -> tuple[Process, ...] | None:
@@ -394,6 +410,7 @@ def inspect(asked: str | None = None) -> Node:
         clocks=clocks(),
         drivers=drivers(),
         engines=engines(),
+        amd=rocm_facts(),
     )
     return replace(node, plan=plan(node, asked), problems=problems(node))
 
@@ -411,6 +428,8 @@ def problems(node: Node) -> tuple[str, ...]:
     if node.peers:
         pairs = ", ".join(f"{a} to {b}" for a, b in node.peers)
         found.append(f"no peer access between GPUs {pairs}: the symmetric exchange can't run there")
+    if "amd" in node.drivers:
+        found += rocm.problems(node.amd)
     return tuple(found)
 
 
@@ -434,7 +453,7 @@ def provenance() -> dict:
     """What every row says of the machine it was measured on; names no host, user or path.
 
     Keys: `cpu_model`, `cpu_cores`, `cpu_last_level_bytes`, `gpus` (name, arch, units and bytes, one dict each),
-    `clocks` (as in `clocks`), `driver`, `versions`, `environment`, `platform`.
+    `clocks` (as in `clocks`), `driver`, `versions`, `environment`, `platform`; on AMD also `amd` (`amd.Facts`).
     """
     host = cpu()
     at = clocks()
@@ -459,6 +478,7 @@ def provenance() -> dict:
         "versions": versions(),
         "environment": environment(),
         "platform": f"{platform.system()} {platform.machine()}",
+        **({"amd": facts.to_dict()} if (facts := rocm_facts()) else {}),
     }
 
 
@@ -488,6 +508,8 @@ def report(node: Node) -> str:
         lines.append("  peers: " + ("some GPUs cannot reach each other" if node.peers else "all reach each other"))
     for index, row in enumerate(node.clocks):
         lines.append(f"  clocks now, GPU {index}: SM {row['sm_mhz']} MHz, memory {row['memory_mhz']} MHz")
+    if node.amd:
+        lines += ["", "What ROCm's tools say", *rocm.lines(node.amd)]
     if node.devices or node.drivers:
         lines += ["", "Other processes on the GPUs"]
         if node.processes is None:
