@@ -110,12 +110,20 @@ def fit(
     ] = "",
     figures: Annotated[Path, typer.Option(help="Where figures go.", show_default="figures/")] = ROOT / "figures",
     errors: Annotated[bool, typer.Option("--errors", help="Print how good the cost model is instead.")] = False,
+    targets: Annotated[
+        bool, typer.Option("--targets", help="Print the rows against the aims, and measured break-even, instead.")
+    ] = False,
 ) -> None:
     """Fit a run's rows and draw its figures, through papermill on notebooks/20_crossover.ipynb."""
     if errors:
         from m3cp import heldout
 
         _say("fit", lambda: heldout.main(run))
+        return
+    if targets:
+        from m3cp import targets as aimed
+
+        _say("fit", lambda: aimed.main(run))
         return
     from m3cp.frames import find_run
     from m3cp.notebook import NotebookFailed, run_notebook

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from m3cp.fit import ALL_TERMS, PEER_US, TWO_TERMS, CostModel, assume, fit_model, fittable, try_fit
-from m3cp.frames import groups, missing, require_same, split, timed
+from m3cp.frames import CHARGED, groups, missing, require_same, split, timed
 from m3cp.shapes import require
 
 # What a CP row and its TP baseline share. Worlds are equal: each rank of TP reads the whole cache.
@@ -45,6 +45,11 @@ COMPARED = (
 )
 
 SPARSE_LAYERS = 57  # of MiniMax-M3's 60
+
+# What projecting the other ranks' heads too costs a layer, microseconds by world: measured by others on an H200 in the
+# fused qkv and index projection (bf16, rotating weights, batches 1 to 32). Published, so assumed here.
+PROJECTION_US = {2: (0.0, "nothing above noise"), 4: (2.2, "1.9 to 2.5 µs")}
+HIDDEN = 6144  # of MiniMax-M3, for the bytes of those heads' weights
 
 ANSWERS = ("crosses", "none in range", "below range", "undecided", "extrapolated")
 
@@ -276,6 +281,159 @@ def break_even_measured(paired, axis: str = "context_tokens") -> list[BreakEven]
         sure = answer == "crosses" and bracket[0] <= low and high <= bracket[1]
         found.append(BreakEven(axis, float(at), answer, value, low, high, bracket, sure, source))
     return found
+
+
+@dataclass(frozen=True)
+class MeasuredLine:
+    """One measured break-even line over batch and context.
+
+    Args:
+        name: of the variant, and what was charged, in words.
+        pairs: its pairs, with the charge in `delta_us`; all of one grid bound.
+        charge_us: microseconds a call that were added to CP.
+        answers: break-even over context, one a batch.
+    """
+
+    name: str
+    pairs: Any
+    charge_us: float
+    answers: tuple[BreakEven, ...]
+
+    @property
+    def variant(self) -> dict[str, Any]:
+        """The fields of `VARIANT`."""
+        return {name: self.pairs[name].iloc[0] for name in VARIANT}
+
+    def measured(self, batch: float) -> tuple[int, int]:
+        """The shortest and the longest context measured at a batch, tokens."""
+        mine = self.pairs[self.pairs["batch"] == batch]["context_tokens"]
+        return int(mine.min()), int(mine.max())
+
+    def cell(self, answer: BreakEven) -> str:
+        """An answer of this line as a table's cell: "33.5k (31.9k to 41.2k)", "below range (from 8k)"."""
+        first, last = (tokens_about(c) for c in self.measured(answer.at))
+        if answer.answer != "crosses" or answer.value is None:
+            return {"none in range": f"none in range (up to {last})", "below range": f"below range (from {first})"}.get(answer.answer, answer.answer)
+        low = tokens_about(answer.low) if answer.low > 0 else f"below {first}"
+        high = tokens_about(answer.high) if math.isfinite(answer.high) else f"beyond {last}"
+        about = tokens_about(answer.value)
+        return about if low == high == about else f"{about} ({low} to {high})"
+
+
+def projection(world: int) -> tuple[float | None, str]:
+    """Microseconds a layer to charge replicated queries for projecting the other ranks' heads, and where that is from.
+
+    None, with the reason, where nobody measured it.
+    """
+    if world not in PROJECTION_US:
+        return None, f"Replicated queries do not pay for projecting the other ranks' heads: at P = {world} nobody measured it."
+    us, words = PROJECTION_US[world]
+    return us, f"Replicated queries are charged {us:g} µs for projecting the other ranks' heads: {words} at P = {world} (published, an H200; assumed here)."
+
+
+def projection_bytes_us(shape: Any, world: int, bytes_a_us: float) -> float:
+    """The same cost if the weights of those heads were read at `bytes_a_us`; computed, and no bound.
+
+    In the fused projection they ride along with far larger weights.
+    """
+    owned = max(1, shape.heads // world)
+    return (shape.heads - owned) * HIDDEN * shape.head_dim * 2 / bytes_a_us
+
+
+def charged(pairs: Any, us: float) -> Any:
+    """Pairs whose CP takes `us` more a call."""
+    changed = pairs.assign(cp_us=pairs["cp_us"] + us, delta_us=pairs["delta_us"] + us, draws=[draws + us for draws in pairs["draws"]])
+    changed["delta_low"], changed["delta_high"] = pairs["delta_low"] + us, pairs["delta_high"] + us
+    return changed
+
+
+def measured_lines(frame, draws: int = 400) -> list[MeasuredLine]:
+    """The measured break-even lines of a run: our fastest form, gathered and replicated, and every engine's CP.
+
+    Of uniform batches at the world, dtype and query length that most pairs have; of several grid bounds the one with
+    most contexts. Replicated queries are charged with the extra projection where their rows do not hold it: as others
+    measured it, and once more as if its weights were read at the page-read rate.
+
+    Args:
+        frame: of `frames.table`.
+        draws: of the bootstrap.
+
+    Returns:
+        One line a variant and charge, ours first; empty where no CP row met its baseline.
+    """
+    paired = pairs(frame, draws=draws)
+    paired = paired[(paired["mix"] == "uniform") & (paired["rows_padded"] == 0)]
+    same = ("world", "dtype", "query_len", "shape", "cache", "launch", "node", "code_hash", "source", "boundary")
+    sets = split(paired, same)
+    if not sets:
+        return []
+    paired = max(sets.values(), key=len)
+    shape, world, node = (paired[name].iloc[0] for name in ("shape", "world", "node"))
+    floors = timed(frame)
+    floors = floors[(floors["arm"] == "page_read") & (floors["distinct_bytes_read"] > 0) & (floors["node"] == node)]
+    forms = [form for form in ("one_launch", "two_launch", "staged") if form in set(paired["form"])]
+    found = []
+    for values, part in split(paired, VARIANT).items():
+        variant = dict(zip(VARIANT, values, strict=True))
+        if variant["threshold_blocks"] is not None or (variant["arm"] == "cp" and variant["form"] != forms[0]):
+            continue
+        part = max(split(part, ("max_context",)).values(), key=lambda p: (p["context_tokens"].nunique(), len(p)))
+        charges: list[tuple[float, str]] = [(0.0, "")]
+        if variant["queries"] == "replicated":
+            rows = timed(frame)
+            rows = rows[(rows["arm"] == variant["arm"]) & (rows["queries"] == "replicated")]
+            us, _ = projection(int(world))
+            if any(stage in CHARGED for region in rows["region"] for stage in region):
+                charges = [(0.0, "projection measured")]
+            else:
+                charges = [(0.0, "projection not charged") if us is None else (us, f"projection {us:g} µs (published)")]
+                if len(floors):
+                    best = float((floors["distinct_bytes_read"] / floors["median_us"]).max())
+                    by_bytes = projection_bytes_us(shape, int(world), best)
+                    charges.append((by_bytes, f"projection {by_bytes:.2f} µs (its bytes, computed)"))
+        for us, words in charges:
+            mine = charged(part, us)
+            name = ", ".join(w for w in (variant_name(variant), words) if w)
+            found.append(MeasuredLine(name, mine, us, tuple(break_even_measured(mine))))
+    order = {"cp": 0, "vllm_cp": 1, "sglang_cp": 2}
+    return sorted(found, key=lambda f: (order[f.variant["arm"]], f.variant["queries"] != "gathered", f.charge_us, f.variant["exchange"] != "symmetric"))
+
+
+def variant_name(variant: dict[str, Any]) -> str:
+    """A CP variant in words: "CP one launch, gathered", "vLLM CP over NCCL, gathered"."""
+    engine = {"cp": "CP", "vllm_cp": "vLLM CP", "sglang_cp": "SGLang CP"}[variant["arm"]]
+    how = str(variant["form"]).replace("_", " ") if variant["arm"] == "cp" else ""
+    over = {"collective": "over collectives", "symmetric": "over our gather" if variant["arm"] != "cp" else ""}.get(variant["exchange"], "")
+    return f"{' '.join(w for w in (engine, how, over) if w)}, {variant['queries']}"
+
+
+def line_table(lines: Sequence[MeasuredLine]) -> tuple[list[str], list[list[str]], str]:
+    """Measured break-even over context as a table, a column a line, a row a batch: head, rows, and what it shows.
+
+    Raises:
+        ValueError: no line.
+    """
+    require("lines", lines, len(lines) > 0, "at least one: a CP row that meets a TP row")
+    first = lines[0].pairs.iloc[0]
+    rows = [
+        [f"{batch:.0f}", *(next((line.cell(a) for a in line.answers if a.at == batch), "not measured") for line in lines)]
+        for batch in sorted({answer.at for line in lines for answer in line.answers})
+    ]
+    bounds = {line.name.split(", projection")[0]: tokens_about(line.pairs["max_context"].iloc[0]) for line in lines}
+    note = (
+        f"Tokens a request from which CP is not slower than TP of the same kernels: {first['source']}, {first['node']}, P = {first['world']}, "
+        f"{first['dtype']}, {first['cache_state']} caches; interpolated between measured contexts, 95% in brackets. Up to "
+        f"{first['shape'].topk * first['shape'].block_size} tokens no key is read. Grids bound at "
+        f"{'; '.join(f'{bound} ({name})' for name, bound in bounds.items())}."
+    )  # fmt: skip
+    if "replicated" in {line.variant["queries"] for line in lines}:
+        note += f" {projection(int(first['world']))[1]}"
+    return ["batch", *(line.name for line in lines)], rows, note
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table's lines in Markdown."""
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
 @functools.lru_cache(maxsize=256)

@@ -510,6 +510,71 @@ def maps(panels: Sequence[Panel], title: str = "") -> Figure:
     return fig
 
 
+@styled
+def break_even(lines: Sequence[crossover.MeasuredLine], title: str = "From where CP is not slower") -> Figure:
+    """Measured break-even over context, a line a CP variant, a height a batch; what lies outside the range points out.
+
+    A bar is the 95% interval; a hollow triangle pointing left stands at the shortest context measured, where CP was
+    faster already, one pointing right at the longest, where TP still was.
+
+    Args:
+        lines: of `crossover.measured_lines`.
+        title: words in front of the figure's title.
+
+    Raises:
+        ValueError: no line.
+    """
+    if not lines:
+        raise ValueError("break_even: no line, no CP row met a TP row")
+    first = lines[0].pairs.iloc[0]
+    batches = sorted({a.at for line in lines for a in line.answers})
+    contexts = sorted({c for line in lines for c in line.pairs["context_tokens"]})
+    fig = figure(7.4, max(3.6, 0.36 * len(batches) + 2.4))
+    axis = fig.subplots()
+    styles = {("cp", "gathered"): (CP_COLOUR, "s"), ("cp", "replicated"): ("#CC79A7", "D"), ("vllm_cp", "gathered"): ("#E69F00", "v"), ("sglang_cp", "gathered"): ("#009E73", "^")}
+    for number, line in enumerate(lines):
+        variant = line.variant
+        colour, marker = styles.get((variant["arm"], variant["queries"]), (LINE_COLOUR, "o"))
+        second = line.charge_us > 0 or (variant["arm"] != "cp" and variant["exchange"] == "collective")
+        style = (0, (4, 2)) if second else "-"
+        lift = 2.0 ** (0.055 * (number - (len(lines) - 1) / 2))  # lines at one batch must not hide each other
+        known = [a for a in line.answers if a.value is not None and a.answer == "crosses"]
+        # A batch without a crossing breaks the line: its neighbours say nothing about it.
+        axis.plot([a.value if a in known else math.nan for a in line.answers], [a.at * lift for a in line.answers], color=colour, linestyle=style, marker=marker,
+                  markersize=4.5, markerfacecolor="white" if second else colour, label=line.name, zorder=4)  # fmt: skip
+        for a in line.answers:
+            low, high = line.measured(a.at)
+            if a in known:
+                axis.hlines(a.at * lift, max(a.low, low), min(a.high, high), color=colour, linewidth=2.4, alpha=0.4)
+            elif a.answer == "undecided":
+                axis.plot(low / 1.13, a.at * lift, marker="$?$", color=colour, markersize=6, zorder=5)
+            else:
+                below = a.answer == "below range"
+                axis.plot(low / 1.06 if below else high * 1.06, a.at * lift, "<" if below else ">", color=colour, markerfacecolor="white", markersize=6, zorder=3)
+    context_axis(axis, [c for c in contexts if c & (c - 1) == 0] or contexts)
+    axis.set_yscale("log", base=2)
+    axis.set_yticks(batches, [f"{b:g}" for b in batches])
+    axis.set_yticks([], minor=True)
+    axis.set_ylabel("batch, requests")
+    unread = first["shape"].topk * first["shape"].block_size
+    if unread > contexts[0]:
+        axis.axvspan(contexts[0] / 1.2, unread, color=FLOOR_COLOUR, alpha=0.12, linewidth=0)
+        axis.annotate("no key is read", (unread / 1.04, 0.985), xycoords=("data", "axes fraction"), rotation=90, ha="right", va="top", fontsize=7, color=FLOOR_COLOUR)
+    axis.set_xlim(contexts[0] / 1.2, contexts[-1] * 1.2)
+    axis.set_ylim(batches[0] / 1.35, batches[-1] * 1.35)
+    handles, _ = axis.get_legend_handles_labels()
+    grey = dict(color=FLOOR_COLOUR, markerfacecolor="white", linestyle="none", markersize=6)
+    handles += [
+        Line2D([], [], marker="<", label="CP faster from the shortest measured", **grey),
+        Line2D([], [], marker=">", label="TP faster up to the longest measured", **grey),
+        Line2D([], [], marker="$?$", label="undecided", **grey), Line2D([], [], color=FLOOR_COLOUR, linewidth=2.4, alpha=0.4, label="95%"),
+    ]  # fmt: skip
+    fig.legend(handles=handles, loc="outside lower center", ncols=2)
+    words = [first["source"], first["node"], f"P = {first['world']}", first["dtype"], f"{first['cache_state']} caches"]
+    fig.suptitle(f"{title}: {'  ·  '.join(map(str, words))}", fontsize=10, x=0.01, ha="left")
+    return fig
+
+
 def panel(comparison: crossover.Comparison, title: str) -> Panel:
     """The map's panel of a comparison."""
     kind = "published" if comparison.source == "published" else "measured"

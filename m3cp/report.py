@@ -567,6 +567,18 @@ def says_scaling(found: Review) -> tuple[str, str]:
     return claim, note
 
 
+def says_break_even(found: Review, lines: list[crossover.MeasuredLine]) -> tuple[str, str]:
+    """Claim and note of the measured break-even lines."""
+    ours = lines[0]
+    answers = [a for a in ours.answers if a.answer == "crosses" and a.value]
+    most = max(answers, key=lambda a: a.value, default=None)
+    where = f"from {crossover.tokens_about(most.value)} tokens at batch {most.at:.0f}" if most else "at no measured batch in between"
+    return (
+        f"{ours.name} is no slower than TP {where}; engines' kernels stand beside it.",
+        "Measured, interpolated between contexts; a batch without a crossing breaks the line. " + crossover.line_table(lines)[2],
+    )
+
+
 def says_engines(found: Review) -> tuple[str, str]:
     """Of the engines."""
     claim = f"Kernels and collectives told apart: break-even is at {pays_from(found.main)[0]} tokens a step for {found.choices[0].name}"

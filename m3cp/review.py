@@ -411,6 +411,12 @@ def engine_table(found: Review) -> str:
     return table(head, rows)
 
 
+def line_table(lines: Sequence[crossover.MeasuredLine]) -> str:
+    """The measured break-even lines, a column a line, a row a batch."""
+    head, rows, _ = crossover.line_table(lines)
+    return table(head, rows)
+
+
 def gain_table(found: Review) -> str:
     """At the reference points: both arms, measured, beside floor and prediction, and what the layer's gain is a token."""
     tp, cp = found.main.tp, found.main.cp

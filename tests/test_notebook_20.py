@@ -42,7 +42,7 @@ def test_it_runs_headless_and_without_ipywidgets(run, tmp_path, monkeypatch):
     figures = tmp_path / "figures"
     wanted = [
         figures / f"{name}.{ending}"
-        for name in ("crossover_map", "published_map", "crossover_explorer", "crossover_curves_p2_bf16_uniform_q1_cold_graph")
+        for name in ("crossover_break_even", "crossover_map", "published_map", "crossover_explorer", "crossover_curves_p2_bf16_uniform_q1_cold_graph")
         for ending in ("svg", "png")
     ]
     opened = State("synthetic-run", way="staged/collective", batch=1, context_tokens=131_072, exchange_us=4.0)
@@ -71,7 +71,7 @@ def test_it_runs_headless_and_without_ipywidgets(run, tmp_path, monkeypatch):
     pictures = [
         o for c in book.cells if c.cell_type == "code" for o in c.outputs if "image/svg+xml" in o.get("data", {})
     ]
-    assert len(pictures) == 4
+    assert len(pictures) == 5
 
 
 def test_a_misspelt_parameter_is_refused_before_anything_starts(tmp_path):

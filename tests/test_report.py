@@ -327,9 +327,9 @@ def page(run, traffic, tmp_path_factory):
 def test_the_page_is_whole_and_answers_first(page):
     out, said = page
     text = (out / "report.html").read_text()
-    assert "report.html" in said and "8 figures" in said
+    assert "report.html" in said and "9 figures" in said
     order = ['class="verdict"', "for mine.jsonl", 'id="traffic"', 'id="map"', 'id="gains"', 'id="arms"', 'id="breakdown"', 'id="scaling"',
-             'id="engines"', 'id="published"', "How good the prediction is", "Reads are saved, not capacity", "Not a throughput claim",
+             'id="engines"', 'id="break_even"', 'id="published"', "How good the prediction is", "Reads are saved, not capacity", "Not a throughput claim",
              "Where the figures come from", "m3cp report --node synthetic-node --traffic mine.jsonl"]  # fmt: skip
     places = [text.index(words) for words in order]
     assert places == sorted(places)
@@ -341,7 +341,7 @@ def test_the_page_needs_nothing_from_anywhere(page):
     text = (page[0] / "report.html").read_text()
     assert not re.search(r"<script|<link|<iframe|@import|url\(", re.sub(r"base64,[A-Za-z0-9+/=]+", "", text))
     sources = re.findall(r"<img[^>]*?src=['\"]([^'\"]{0,40})", text)
-    assert len(sources) == 8 and all(s.startswith("data:image/svg+xml;base64,") for s in sources)
+    assert len(sources) == 9 and all(s.startswith("data:image/svg+xml;base64,") for s in sources)
     assert len(text) < 4_000_000
 
 
@@ -373,7 +373,7 @@ def test_the_page_in_a_browser(page):
 
 def test_the_figures_stand_alone_too(page):
     names = sorted(p.name for p in (page[0] / "figures").iterdir())
-    stems = ["traffic", "map", "gains", "arms", "breakdown", "scaling", "engines", "published"]
+    stems = ["traffic", "map", "gains", "arms", "breakdown", "scaling", "engines", "break_even", "published"]
     assert names == sorted(f"{i:02d}_{stem}.{ending}" for i, stem in enumerate(stems, 1) for ending in ("svg", "png"))
     assert all((page[0] / "figures" / n).stat().st_size > 5000 for n in names)
 
