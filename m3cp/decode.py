@@ -50,8 +50,6 @@ class _Decode:
         formats = f"one of {', '.join(map(str, CACHE_DTYPES))} (bytes need the format that they hold)"
         require("cache_dtype", cache_dtype, cache_dtype in CACHE_DTYPES, formats)
         require("form", form, form in FORMS, f"one of {', '.join(FORMS)}")
-        if form != "staged":
-            require("cache_dtype", cache_dtype, cache_dtype.itemsize == 2, f"torch.bfloat16 or torch.float16 for form {form!r}")
         self.shape, self.shard, self.device, self.cache_dtype, self.form = shape, shard, device, cache_dtype, form
         self.max_requests, self.max_query_len, self.max_context = max_requests, max_query_len, max_context
         self.max_tokens = max_requests * max_query_len

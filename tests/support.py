@@ -8,7 +8,7 @@ NO = "error"  # asking for it raises, naming what is allowed
 ROWS: list[tuple[str, str, str, str, str]] = [
     ("cache bf16", "yes", "test_interpreted_kernels.py::test_cp_chooses_as_the_oracle", "yes", "test_interpreted_kernels.py::test_two_launches_choose_as_the_oracle"),
     ("cache fp16", "yes", "test_cache_types.py::test_any_data_is_chosen_alike_by_tp_and_cp", "yes", "test_interpreted_kernels.py::test_two_launches_choose_as_the_oracle"),
-    ("cache fp8 e4m3fn and e4m3fnuz, as such or as bytes", "yes", "test_cache_types.py::test_bytes_are_read_in_the_stated_format", NO, "test_arguments.py::test_what_only_the_staged_form_has_is_an_error_on_the_others"),
+    ("cache fp8 e4m3fn and e4m3fnuz, as such or as bytes", "yes", "test_cache_types.py::test_bytes_are_read_in_the_stated_format", "yes", "test_interpreted_kernels.py::test_two_launches_choose_as_the_oracle"),
     ("any page stride", "yes", "test_life.py::test_life", "yes", "test_interpreted_kernels.py::test_two_launches_choose_as_the_oracle"),
     ("P = 1, 2, 4, 8, 16, TP and CP", "yes", "test_reference.py::test_every_world_chooses_alike", "yes", "test_interpreted_kernels.py::test_two_launches_choose_as_the_oracle"),
     ("query_len 1 to 8, topk 1 to 64, any forced counts", "yes", "test_reference.py::test_any_problem_on_any_world", "yes", "test_interpreted_kernels.py::test_two_launches_choose_as_the_oracle"),

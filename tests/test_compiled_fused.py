@@ -24,10 +24,10 @@ REGISTERS = {
 }  # of a unit, a thread of four warps (a lane of a SIMD)
 
 
-def fused(target, *, exchange=True, gather=False, phase=fused_op.ONE_LAUNCH, presence=False):
+def fused(target, *, exchange=True, gather=False, phase=fused_op.ONE_LAUNCH, presence=False, dtype=torch.bfloat16):
     """The kernel of TP (no exchange) or of one rank of two, for M3's shape and 16 requests."""
     shape = IndexerShape()
-    cache = torch.empty(2, 128, 128, dtype=torch.bfloat16)
+    cache = torch.empty(2, 128, 128, dtype=dtype)
     fixed = constants(shape, 4, 2 if exchange else 4, 2 if exchange else 1, 1, 16, cache)
     options = dict(
         KEEP=kept(16),
@@ -37,8 +37,10 @@ def fused(target, *, exchange=True, gather=False, phase=fused_op.ONE_LAUNCH, pre
         EXCHANGE=exchange,
         GATHER=gather,
         PRESENCE=presence,
+        FORMAT=tile.cache_format(dtype),
     )
-    return compiled.build(fused_op.fused_kernel, POINTERS, fixed | options, target, num_warps=fused_op.WARPS)
+    pointers = POINTERS | ({"cache_ptr": "u8"} if dtype.itemsize == 1 else {})
+    return compiled.build(fused_op.fused_kernel, pointers, fixed | options, target, num_warps=fused_op.WARPS)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -49,6 +51,14 @@ def test_one_launch(target):
     # Programs that wait need those they wait for: a unit must hold one at least, and three where they are promised.
     resident = min(compiled.SHARED_BYTES[target] // build.shared_bytes, REGISTERS[target] // build.registers)
     assert resident >= (fused_op.PROGRAMS_PER_UNIT if target == "sm_90" else 2 if target == "gfx950" else 1)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, pytest.param(torch.float8_e4m3fnuz, marks=pytest.mark.slow)], ids=str)
+def test_one_launch_over_fp8(target, dtype):
+    build = fused(target, gather=True, dtype=dtype)
+    assert_sound(build)
+    assert compiled.SHARED_BYTES[target] >= build.shared_bytes and REGISTERS[target] >= build.registers
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -228,6 +228,7 @@ def fused_kernel(
     HEADS: tl.constexpr, LOCAL_HEADS: tl.constexpr, REPLICAS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     TOPK: tl.constexpr, GROUPS: tl.constexpr, REQUESTS: tl.constexpr, ALIGN: tl.constexpr, KEEP: tl.constexpr,
     STAGES: tl.constexpr, UPCAST: tl.constexpr, PHASE: tl.constexpr, EXCHANGE: tl.constexpr, GATHER: tl.constexpr, PRESENCE: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     i_program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -295,7 +296,7 @@ def fused_kernel(
                 block = (first_here + i - start) * world + rank
                 # The next page's id is fetched an iteration early, so that its keys can be in flight during this dot.
                 next_page = tl.load(p_table + block + world, mask=i + 1 < upto, other=0)
-                b_k = load_keys(cache_ptr, page, pages, stride_page, BLOCK, DIM, ALIGN)  # [BLOCK, DIM]
+                b_k = load_keys(cache_ptr, page, pages, stride_page, BLOCK, DIM, ALIGN, FORMAT)  # [BLOCK, DIM]
                 valid = (page >= 0) & (page < pages)
                 for group in tl.static_range(GROUPS):
                     if GROUPS > 1:
@@ -487,11 +488,11 @@ def fused(
     heads = shape.heads if exchange else q.shape[1]
     fixed = constants(shape, heads, shard.local_heads if exchange else heads, shard.world if exchange else 1, query_len, seq_lens.numel(), cache)
     return fused_kernel[(memory.counters.shape[1],)](
-        q, cache, block_table, seq_lens, out, memory.words, memory.peers, memory.parts, memory.counters, memory.state,
+        q, tile.as_stored(cache), block_table, seq_lens, out, memory.words, memory.peers, memory.parts, memory.counters, memory.state,
         seq_lens.numel(), query_len, cache.shape[0], shard.rank, shard.world, max_context, shape.init_blocks, shape.local_blocks, spin_limit,
         q.stride(0), q.stride(1), cache.stride(0), block_table.stride(0), memory.width, memory.slot_words, memory.max_tokens,
         **fixed, KEEP=kept(shape.topk), STAGES=STAGES, UPCAST=tile.INTERPRETED, PHASE=phase, EXCHANGE=exchange, GATHER=gather,
-        PRESENCE=exchange and needs_presence(shape, shard), num_warps=WARPS,
+        PRESENCE=exchange and needs_presence(shape, shard), FORMAT=tile.cache_format(cache.dtype), num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -503,8 +504,9 @@ def heaviest(shape: IndexerShape, shard: Shard, max_requests: int, max_query_len
     example = torch.empty(1, 1, shape.head_dim, dtype=dtype)
     fixed = constants(shape, heads, shard.local_heads, shard.world if exchange else 1, max_query_len, max_requests, example)
     long, word = MockTensor(torch.int64), MockTensor(torch.int32)
+    query, stored = (torch.bfloat16, torch.uint8) if tile.cache_format(dtype) else (dtype, dtype)
     return fused_kernel.warmup(
-        MockTensor(dtype), MockTensor(dtype), word, word, word, long, long, long, long, long, *[1] * 16,
+        MockTensor(query), MockTensor(stored), word, word, word, long, long, long, long, long, *[1] * 16,
         **(fixed | dict(ALIGN=16)), KEEP=kept(shape.topk), STAGES=STAGES, UPCAST=tile.INTERPRETED, PHASE=ONE_LAUNCH, EXCHANGE=exchange,
-        GATHER=gather, PRESENCE=exchange and needs_presence(shape, shard), num_warps=WARPS, grid=(1,),
+        GATHER=gather, PRESENCE=exchange and needs_presence(shape, shard), FORMAT=tile.cache_format(dtype), num_warps=WARPS, grid=(1,),
     )  # fmt: skip

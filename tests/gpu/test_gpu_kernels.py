@@ -55,7 +55,7 @@ def test_cases(case):
 
 @pytest.mark.parametrize(
     "case",
-    [c for c in CASES if c.name in ("m3", "bad pages", "short lengths of draft tokens", "longer than the bound")],
+    [c for c in CASES if c.name in ("m3", "bad pages", "short lengths of draft tokens", "longer than the bound", "e4m3fn", "every e4m3fnuz code")],
     ids=str,
 )
 def test_two_launches(case):

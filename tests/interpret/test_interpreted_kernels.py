@@ -51,7 +51,7 @@ def test_every_world(path, world):
     check(next(c for c in CASES if c.name == "topk 7"), path=path, world=world, queries="replicated")
 
 
-FUSED = ("m3", "one head", "eight heads fill the tile twice", "short lengths of draft tokens", "init and local both overflow", "topk 7", "ties",
+FUSED = ("m3", "e4m3fn", "e4m3fn with NaN", "e4m3fnuz", "every e4m3fn code", "every e4m3fnuz code", "one head", "eight heads fill the tile twice", "short lengths of draft tokens", "init and local both overflow", "topk 7", "ties",
     "NaN and infinities among the keys", "more bad pages than good", "longer than the bound", "forced covers all", "topk 64", "fp16", "a late winner", "infinities against forced blocks")  # fmt: skip
 
 
