@@ -143,6 +143,7 @@ def kernels() -> dict[str, tuple]:
 
     def fusing(fixed: dict, phase: int, exchange: bool, gathered: bool, presence: bool = False) -> tuple:
         options = dict(KEEP=keep, STAGES=fused.STAGES, UPCAST=False, PHASE=phase, EXCHANGE=exchange, GATHER=gathered, PRESENCE=presence)
+        options |= {"FORMAT": tile.NATIVE.value} if "FORMAT" in fused.fused_kernel.arg_names else {}
         return fused.fused_kernel, step | {"out_ptr": "i32"} | words, fixed | options, fused.WARPS
 
     chosen = dict(HEADS=shape.heads, BLOCK=shape.block_size, TOPK=shape.topk, KEEP=keep, CHUNK=candidates.CHUNK, PER_BLOCK=0)

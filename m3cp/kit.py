@@ -94,13 +94,17 @@ class State:
         Raises:
             ValueError: the folder belongs to other code.
         """
-        path, code = run / STATE_FILE, records.code_hash()
-        if not path.exists():
+        values, code = read(run / STATE_FILE), records.code_hash()
+        if values is None:
             return cls(name, code, device)
-        values = json.loads(path.read_text())
         if values["code_hash"] != code:
             raise ValueError(f"out={str(run)!r}: holds a run of code {values['code_hash']}, this is {code}; give another --out")
-        return cls(values["name"], code, values["device"], values["stretches"], {k: Record(**v) for k, v in values["steps"].items()})
+        return cls.of(values)
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> State:
+        """What `save` wrote, whatever code is here."""
+        return cls(**{**values, "steps": {name: Record(**step) for name, step in values["steps"].items()}})
 
     def save(self, run: Path) -> None:
         """Write it in one piece."""
@@ -152,7 +156,8 @@ def doctor_step(run: Path, seconds: float) -> list[str]:
     write(run / "provenance.json", {**doctor.provenance(), "code_hash": records.code_hash()})
     text = doctor.report(node)
     (run / "doctor.txt").write_text(text + "\n")
-    return text.splitlines()
+    here = facts(run)
+    return [*text.splitlines(), f"{here['node']}, {here['ranks']} ranks take part; {len(node.problems)} problems named"]
 
 
 def footprint(run: Path, seconds: float) -> list[str]:
@@ -172,7 +177,7 @@ def _node_check(run: Path, world: int) -> list[str]:
     from m3cp import node_check
 
     here = facts(run)
-    found = node_check.run(here["device"], [world], quick=here["device"] == "cpu")
+    found = node_check.run(here["device"], [world], quick=here["device"] == "cpu", curves=world == 1)
     write(run / f"node_check_{world}.json", found)
     wrong = [f"P={c['world']} {c['path']}" for c in found["checks"] if not c["passed"]]
     if wrong or not found["checks"]:
@@ -258,7 +263,7 @@ def published_points(here: dict[str, Any], cache: str) -> list[Point]:
     path = records.PACKAGE.parent / "data" / "published" / "indexer_latency_mi355x_tp4.csv"
     points: list[Point] = []
     if here["device"] == "cpu":
-        return _rehearsal(here, "warm") if cache == "warm" else []
+        return _rehearsal(here, [(2560, 1)], init_blocks=1, local_blocks=2) if cache == "warm" else []
     for line in csv.DictReader(path.read_text().splitlines()):
         common = dict(
             mix=line["mix"], world=here["ranks"], shape=IndexerShape(init_blocks=1, local_blocks=2), cache=cache, max_context=131_072,
@@ -279,7 +284,7 @@ def published_points(here: dict[str, Any], cache: str) -> list[Point]:
 def target_points(here: dict[str, Any]) -> list[Point]:
     """The targets' shapes, bf16, cold: one launch gathered and replicated, two launches, staged over the collectives."""
     if here["device"] == "cpu":
-        return _rehearsal(here, "cold")
+        return _rehearsal(here, [(2560, 1), (3072, 1), (4096, 1), (2560, 2), (4096, 2)])
     points: list[Point] = []
     for cell in TARGETS:
         common = dict(world=here["ranks"], max_context=131_072)
@@ -300,13 +305,11 @@ def _with_floors(points: list[Point], here: dict[str, Any]) -> list[Point]:
     return [*dict.fromkeys(traffic.floor_point(p) for p in points), *points]
 
 
-def _rehearsal(here: dict[str, Any], cache: str) -> list[Point]:
-    """Small Points in the same order for a CPU, where the kit can only be rehearsed."""
-    common = dict(world=here["ranks"], max_context=4096, cache=cache, launch="eager")
-    points: list[Point] = []
-    for cell in ((2560, 1), (4096, 2)):
-        points += [Point(*cell, arm="tp", form="staged", **common)]
-        points += [Point(*cell, arm="cp", form="staged", exchange="collective", queries="gathered", **common)]
+def _rehearsal(here: dict[str, Any], cells: Sequence[tuple[int, int]], **shape: int) -> list[Point]:
+    """Small warm Points for a CPU, where the kit can only be rehearsed."""
+    common = dict(world=here["ranks"], max_context=4096, cache="warm", launch="eager", shape=IndexerShape(**shape))
+    points = [Point(*cell, arm="tp", form="staged", **common) for cell in cells]
+    points += [Point(*cell, arm="cp", form="staged", exchange="collective", queries="gathered", **common) for cell in cells]
     return _with_floors(points, here)
 
 
@@ -374,23 +377,28 @@ def policy(run: Path, seconds: float) -> list[str]:
     """The policy file of what was measured most."""
     from m3cp import advice
 
-    if not (run / records.ROWS_FILE).exists():
-        raise LeftOut("no row yet")
-    return advice.main(str(run), run / "policy_cp.json")
+    try:
+        return advice.main(str(run), run / "policy_cp.json")
+    except (FileNotFoundError, ValueError) as error:
+        raise LeftOut(f"not enough rows yet: {error}") from None
 
 
 def report(run: Path, seconds: float) -> list[str]:
     """The design review, where papermill is here."""
-    if not (run / records.ROWS_FILE).exists():
-        raise LeftOut("no row yet")
+    from m3cp import review
+
+    try:
+        review.gather(str(run))
+    except (FileNotFoundError, ValueError) as error:
+        raise LeftOut(f"not enough rows yet: {error}") from None
     try:
         import nbconvert  # noqa: F401
         import papermill  # noqa: F401
     except ImportError as error:
         raise LeftOut(f"{error}; `m3cp report --node RUN` makes the design review where it is") from None
-    from m3cp import report as review
+    from m3cp import report as reporting
 
-    return review.main(str(run), None, run / "report")
+    return reporting.main(str(run), None, run / "report")
 
 
 def page(run: Path, seconds: float) -> list[str]:

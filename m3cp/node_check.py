@@ -26,7 +26,7 @@ CHAINS = (8, 136)  # nodes of two graphs: what 128 more of them take tells a nod
 
 
 def run(
-    device: str | None = None, worlds: Sequence[int] | None = None, quick: bool = False, out: Path | str | None = None
+    device: str | None = None, worlds: Sequence[int] | None = None, quick: bool = False, out: Path | str | None = None, curves: bool = True
 ) -> dict[str, Any]:
     """Check this node: workers over one rank, then over each larger world that fits.
 
@@ -35,6 +35,7 @@ def run(
         worlds: numbers of ranks to check; those that don't fit are listed under "skipped", in words.
         quick: fewer footprints and payloads; under a minute on a CPU.
         out: folder for `node_check.json`; None writes none.
+        curves: whether to read the curve of bandwidth against footprint, once.
 
     Returns:
         {"node", "last_level_bytes", "datasheet_gbs", "curve", "collectives", "gaps", "checks", "skipped", "provenance"}:
@@ -70,7 +71,7 @@ def run(
             found["skipped"].append({"world": world, "reason": reason})
             continue
         points = check_points(world, device)
-        job = {**facts, "quick": quick, "curve": not found["curve"], "points": [p.to_dict() for p in points]}
+        job = {**facts, "quick": quick, "curve": curves and not found["curve"], "points": [p.to_dict() for p in points]}
         results: dict[str, Any] = {}
 
         def look(scratch: Path, results: dict[str, Any] = results) -> None:

@@ -1,0 +1,169 @@
+"""What the node kit shows: figures from whatever rows there are, and one page of all steps. Neither torch nor triton."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from m3cp import kit, records, trust
+
+STEP_COLOURS = {kit.DONE: "#1a7f37", kit.FAILED: "#b3261e", kit.CUT: "#8a6d00", kit.LEFT_OUT: "#6b6b6b"}
+
+
+def analyse(run: Path) -> list[str]:
+    """Draw the node check, the maps and the curves that the run's rows allow; say break-even and the model's errors.
+
+    Raises:
+        kit.LeftOut: nothing was measured yet.
+    """
+    from m3cp import crossover, frames, heldout, plots
+    from m3cp import fit as fitting
+
+    stamp = {"run": run.name, "commit": "unknown", "folder": run / "figures"}
+    lines = _node_figures(run, stamp, plots)
+    if not (run / records.ROWS_FILE).exists():
+        if lines:
+            return lines
+        raise kit.LeftOut("nothing was measured yet")
+    here = frames.load_run(str(run))
+    stamp["commit"] = here.commit
+    found = crossover.comparisons(here.frame, fitting.ALL_TERMS)
+    for number, grid in enumerate(crossover.grids(found)):
+        plots.save(plots.maps([plots.panel(grid, here.title)], f"Where CP beats TP: {grid.name}"), f"map_{number}", **stamp)
+        lines += [f"{grid.name}: {answer.text}" for answer in (*grid.measured, *grid.model)]
+    for name, rows, models in crossover.curve_sets(here.frame):
+        plots.save(plots.curves(rows, models, here.source), f"curves_{name}", **stamp)
+    table = crossover.pair_table(found) if found else None
+    if table is not None:
+        (run / "pairs.html").write_text(table.to_html() if hasattr(table, "to_html") else str(table))
+    try:
+        lines += heldout.markdown(here.frame).splitlines()
+    except ValueError as error:  # too few rows of any arm to leave some out
+        lines.append(f"no errors of the model: {error}")
+    return lines + [f"{len(sorted((run / 'figures').glob('*.svg')))} figures"]
+
+
+def _node_figures(run: Path, stamp: dict[str, Any], plots: Any) -> list[str]:
+    """Figures of the footprint curve and of the collectives, where those steps left their results."""
+    lines = []
+    for path in sorted(run.glob("node_check_*.json")):
+        found = kit.read(path)
+        if found["curve"]:
+            curve = plots.bandwidth_curve(found["curve"], found["node"], found["last_level_bytes"], found["datasheet_gbs"])
+            lines.append(str(plots.save(curve, "node_bandwidth", **stamp)[0].name))
+        if found["collectives"]:
+            lines.append(str(plots.save(plots.collective_latency(found["collectives"], found["node"]), "node_collectives", **stamp)[0].name))
+    return lines
+
+
+def page(run: Path) -> Path:
+    """Write `index.html` into the run's folder: self-contained, so that it can be mailed alone."""
+    from m3cp.report import STYLE
+
+    state = kit.State.of(kit.read(run / kit.STATE_FILE))
+    facts = kit.read(run / kit.FACTS_FILE) or {"node": "an unknown machine", "ranks": 0}
+    counts = {status: sum(r.status == status for r in state.steps.values()) for status in STEP_COLOURS}
+    parts = [f"<h1>{_e(state.name)}: {_e(facts['node'])}</h1>", f"<div class='answer'><p class='verdict'>{_e(_verdict(run, state))}</p></div>"]
+    seconds = sum(r.seconds for r in state.steps.values())
+    parts.append(
+        f"<p>{counts[kit.DONE]} steps done, {counts[kit.FAILED]} failed, {counts[kit.LEFT_OUT]} left out, {counts[kit.CUT]} not finished; "
+        f"{seconds / 60:.1f} minutes in {state.stretches} stretches; code {state.code_hash}; {facts['ranks']} ranks.</p>"
+    )
+    parts += ["<h2>Steps, in rising risk</h2>", _steps(state)]
+    parts += _section("Forms that wait for peers", [_table(("form", "verdict"), [(v.form, v.text) for v in trust.load(run / trust.FILE)])])
+    parts += _section("Engines and AITER", [_aiter(kit.read(run / "aiter.json"))])
+    parts += _section("Words between GPUs", [_pairs(kit.read(run / "pingpong.json"))])
+    parts += _section("What a graph's node costs", [_gaps(run)])
+    parts += _section("What compilers made", [_resources(kit.read(run / "resources.json"))])
+    parts += _section("Measured, CP beside TP", [(run / "pairs.html").read_text() if (run / "pairs.html").exists() else ""])
+    figures = sorted((run / "figures").glob("*.svg"))
+    parts += _section("Figures", [_figure(path) for path in figures])
+    doctor = run / "doctor.txt"
+    parts += _section("Doctor", [f"<pre>{_e(doctor.read_text())}</pre>" if doctor.exists() else ""])
+    style = STYLE + "pre { font-size: .78rem; overflow-x: auto; } .status { font-weight: 650; }"
+    head = "<meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>"
+    body = "\n".join(parts)
+    out = run / "index.html"
+    out.write_text(f"<!doctype html>\n<html lang='en'><head>{head}<title>{_e(state.name)}</title><style>{style}</style></head>\n<body>\n{body}\n</body></html>\n")
+    return out
+
+
+def _e(value: Any) -> str:
+    return html.escape(str(value))
+
+
+def _section(title: str, parts: Sequence[str]) -> list[str]:
+    """A heading and what stands under it; nothing where there is nothing."""
+    return [f"<h2>{_e(title)}</h2>", *parts] if any(parts) else []
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    rows = list(rows)
+    if not rows:
+        return ""
+    cells = "".join("<tr>" + "".join(f"<td>{_e(value)}</td>" for value in row) + "</tr>" for row in rows)
+    names = "".join(f"<th>{_e(name)}</th>" for name in head)
+    return f"<div class='table'><table><thead><tr>{names}</tr></thead><tbody>{cells}</tbody></table></div>"
+
+
+def _verdict(run: Path, state: kit.State) -> str:
+    """The first thing a reader wants: is there an answer, and what stands in its way."""
+    refused = [v.text for v in trust.load(run / trust.FILE) if not v.trusted]
+    measured = [line for line in state.steps.get("fit", kit.Record()).lines if "cached tokens" in line or "break" in line.lower()]
+    failed = [name for name, record in state.steps.items() if record.status == kit.FAILED]
+    words = measured[:1] or ["No CP row meets a TP row yet: no break-even."]
+    words += refused
+    words += [f"Failed: {', '.join(failed)}; the rest is usable."] if failed else []
+    return " ".join(words)
+
+
+def _steps(state: kit.State) -> str:
+    rows = []
+    for step in kit.STEPS:
+        record = state.steps.get(step.name)
+        if record is None:
+            continue
+        colour = STEP_COLOURS.get(record.status, "#1d1d1d")
+        words = record.why or (record.lines[0] if record.lines else "")
+        more = f"<details><summary>what it said</summary><pre>{_e(chr(10).join(record.lines))}</pre></details>" if len(record.lines) > 1 else ""
+        rows.append(
+            f"<tr><td>{_e(step.title)}</td><td class='status' style='color:{colour}'>{_e(record.status)}</td>"
+            f"<td class='n'>{record.seconds:.0f} s</td><td>{_e(words)}{more}<div class='note'>logs/{_e(step.name)}.log</div></td></tr>"
+        )
+    head = "<tr><th>step</th><th>status</th><th>took</th><th>in words</th></tr>"
+    return f"<div class='table wide'><table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table></div>"
+
+
+def _aiter(found: dict[str, Any] | None) -> str:
+    rows = [(a["arm"], a["context_tokens"], a["batch"], a["world"], f"{a['us']:.1f}", a["label"]) for a in (found or {"arms": []})["arms"]]
+    return _table(("arm", "context", "batch", "P", "µs, warm", "what it is"), rows)
+
+
+def _pairs(found: dict[str, Any] | None) -> str:
+    rows = [(f"{p['a']} – {p['b']}", f"{p['turn_us']:.2f}", p["memory"], p["grain"] or "not told") for p in (found or {"pairs": []})["pairs"]]
+    return _table(("GPUs", "µs there and back, measured", "memory", "grain"), rows)
+
+
+def _gaps(run: Path) -> str:
+    gaps = [g for path in sorted(run.glob("node_check_*.json")) for g in kit.read(path)["gaps"]]
+    return _table(("node", "P", "µs a node, measured"), [(g["node"], g["world"], f"{g['us']:.2f}") for g in gaps])
+
+
+def _resources(found: dict[str, Any] | None) -> str:
+    if not found:
+        return ""
+    amd = found["target"].startswith("gfx")
+    names = ("VGPRs", "LDS bytes", "programs a CU", "waves a CU") if amd else ("registers", "shared bytes", "programs an SM", "warps an SM")
+    rows = [
+        (k["kernel"], k["registers"], k["shared_bytes"], k["programs"], k["programs"] * k["warps"], k["spills"], k["scalar_spills"])
+        for k in found["kernels"]
+    ]
+    return _table((f"{found['target']}: kernel", *names, "spills, bytes and registers", "SGPRs kept in lanes"), rows)
+
+
+def _figure(path: Path) -> str:
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f"<figure><img src='data:image/svg+xml;base64,{data}' alt='{_e(path.stem)}'><figcaption>{_e(path.stem)}</figcaption></figure>"
