@@ -22,7 +22,9 @@ class Rules:
     slots: int = 2
     presence: bool = True  # presence words in every exchanging launch
     gather: bool = False  # queries travel too: sent first, awaited by the ranks that score
-    programs: int = 1  # of a rank; program p scores block p of the rank's share, the last one chooses
+    programs: int = 1  # of a rank; program p scores block p of the rank's share, one chooses
+    chooser: int = -1  # which: the last
+    resident: int = 0  # programs that a rank runs at once, in order; 0: all
     push_first: bool = True
     tags: bool = True  # a reader compares tags; without, it takes what it finds
     slot_by: str = "exchanges"  # or "steps": a step number picks the slot
@@ -43,7 +45,7 @@ def scripts(world: int, launches: str, rules: Rules) -> list[list[tuple]]:
             tag = exchanges + (not counts)
             slot = (launch if rules.slot_by == "steps" else tag) % rules.slots
             senders = range(world - (kind == "l"))
-            chooses = program == rules.programs - 1
+            chooses = program == rules.chooser % rules.programs
 
             def words(name, ranks, to, rank=rank, slot=slot, tag=tag, launch=launch):
                 return [
@@ -98,6 +100,9 @@ def fault(world: int, launches: str, rules: Rules) -> str:
                 state[j][0] <= ends[j][launch - 1] for j in range(rank * rules.programs, (rank + 1) * rules.programs)
             ):
                 continue  # another program of this rank is still in the last launch
+            before = [state[j][0] > ends[j][launch] for j in range(rank * rules.programs, i)]
+            if rules.resident and sum(before) < len(before) - rules.resident + 1:
+                continue  # no room for it yet beside those that started before it
             after = [(at + 1, failed)]
             if what == "await":
                 found = holds[writer[word]][state[writer[word]][0]].get(word, NOTHING) if word in writer else NOTHING
@@ -150,6 +155,12 @@ def test_waits_that_expire_never_make_a_wrong_choice(world, launches, gather):
     assert fault(world, launches, Rules(expiry=True, gather=gather)) == ""
 
 
+@pytest.mark.parametrize("programs, chooser, resident", [(2, 0, 2), (2, 1, 2), (2, 1, 1), (3, 0, 2)])
+def test_programs_that_are_all_resident_may_wait_for_each_other(programs, chooser, resident):
+    """Also fewer at once, as long as those that don't wait make room for those that are waited for."""
+    assert fault(2, "fnf", Rules(programs=programs, chooser=chooser, resident=resident)) == ""
+
+
 # What is left out of the protocol: (world, launches, rules, what must be found)
 BROKEN = {
     "one slot": (2, "fff", Rules(slots=1), "overwritten"),
@@ -159,6 +170,7 @@ BROKEN = {
     "a peer of three from which no word is awaited": (3, "lll", Rules(presence=False), "overwritten"),
     "a peer of four from which no word is awaited": (4, "lll", Rules(presence=False), "overwritten"),
     "waiting before pushing": (2, "f", Rules(push_first=False), "deadlock"),
+    "a grid larger than what is resident": (2, "f", Rules(programs=2, chooser=0, resident=1), "deadlock"),
     "no tags": (2, "fff", Rules(tags=False), "accepted"),
     "launches that do not exchange push all the same": (2, "fnnnf", Rules(quiet=False, gather=True), "accepted"),
     "pushing on after an expired wait": (2, "fff", Rules(expiry=True, stops=False), "overwritten"),

@@ -20,7 +20,7 @@ from cases import (
 )
 from problems import assert_ids, build, oracle
 
-from m3cp import reference
+from m3cp import decode, reference
 from m3cp.decode import CPLocal, TPDecode
 from m3cp.kernels import score as score_op
 from m3cp.shapes import IndexerShape
@@ -202,3 +202,12 @@ def test_the_resources_of_the_compiled_kernels_are_those_promised():
         CPLocal(IndexerShape(), Shard(1, 4, 4), max_requests=1, max_query_len=1, max_context=4096, device="cuda").nbytes
         > 0
     )
+
+
+def test_a_grid_larger_than_what_is_resident_is_refused_at_warm_up(monkeypatch):
+    """A wrong occupancy, planted: the first kernel that warm-up launches waits for nothing and tells how many fit."""
+    units = torch.cuda.get_device_properties(0).multi_processor_count
+    monkeypatch.setattr(decode._Fused, "_resident", lambda self: 16 * units)
+    tp = TPDecode(IndexerShape(), Shard(0, 1, 4), max_requests=2, max_query_len=1, max_context=8192, device="cuda", form="one_launch")
+    with pytest.raises(RuntimeError, match=f"programs of this kernel are resident at once, the grid has {16 * units}: they could wait for ever"):
+        tp.warmup()
