@@ -13,6 +13,7 @@ import torch
 from m3cp.decode import CPDecode, TPDecode
 from m3cp.exchange import CollectiveExchange, SymmetricExchange
 from m3cp.pagetable import PageTable
+from m3cp.prefill import Prefill
 from m3cp.shapes import EXCHANGES, FORMS, MAX_CONTEXT_LIMIT, MAX_QUERY_LEN, QUERIES, IndexerShape, require, require_int
 from m3cp.shard import Shard
 
@@ -190,3 +191,86 @@ class Indexer:
             pages.attended.copy_(self._pages.attended)
         self.path = "reused"
         return self._chosen if out is None else out.copy_(self._chosen)
+
+
+class WholeStep:
+    """One indexing step of a mixed batch: decode requests first, then prefill chunks, each row exactly once.
+
+    Decode rows go to `decode` (TP or CP), prefill rows to `prefill` (unsharded, this rank's heads), into disjoint
+    slices of one buffer. Such a step runs eager; a batch without prefill rows may be captured.
+
+    Args:
+        decode: what `CPOptions.build` returned.
+        prefill: of the same shape, shard and bound.
+
+    Raises:
+        ValueError: the two differ.
+    """
+
+    def __init__(self, decode: TPDecode | CPDecode, prefill: Prefill):
+        for name in ("shape", "shard", "max_context", "cache_dtype"):
+            ours, theirs = getattr(decode, name), getattr(prefill, name)
+            require(f"prefill.{name}", theirs, ours == theirs, f"the decode object's {name}={ours!r}")
+        self.decode, self.prefill = decode, prefill
+        rows = decode.max_tokens + prefill.max_tokens
+        self._out = torch.empty(decode.shard.local_heads * rows * decode.shape.topk, dtype=torch.int32, device=decode.device)
+
+    @property
+    def path(self) -> str:
+        """What ran the last step's decode rows."""
+        return self.decode.path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of persistent buffers, both parts' included."""
+        return self.decode.nbytes + self.prefill.nbytes + self._out.numel() * 4
+
+    def check(self) -> None:
+        """Raise what the device found in either part; synchronises."""
+        self.decode.check()
+        self.prefill.check()
+
+    def __call__(
+        self, q, cache, block_table, seq_lens, starts, *, decode_requests: int, query_len: int = 1, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Choose blocks for every row of the batch.
+
+        Args:
+            q: `[tokens, local_heads, D]` (`[tokens, heads, D]` with replicated queries): `decode_requests * query_len`
+                rows of decode, then the prefill requests' rows.
+            cache: `[pages, block_size, D]`.
+            block_table: `[requests, width]` int32, decode requests first.
+            seq_lens: `[requests]` int32, this step's tokens included; 0 for a padding row of the decode part.
+            starts: `[prefill requests + 1]` int32 on the device: each prefill request's first row, counted from the first
+                prefill row; the last entry is the number of prefill rows.
+            decode_requests: requests of the decode part, its padding included; the same on every rank.
+            query_len: query tokens of a decode request.
+            out: `[local_heads, tokens, topk]` int32, contiguous; None returns a view of this object's buffer.
+
+        Returns:
+            Logical block ids, ascending, then -1.
+
+        Raises:
+            ValueError: naming the argument, what was given and what is allowed; before any exchange.
+        """
+        decode, shard, requests = self.decode, self.decode.shard, seq_lens.shape[0]
+        require_int("decode_requests", decode_requests, 0, requests, " (requests of seq_lens)")
+        require_int("query_len", query_len, 1, decode.max_query_len, " (max_query_len)")
+        rows = decode_requests * query_len  # of the decode part
+        require("q.shape[0]", q.shape[0], rows <= q.shape[0], f"at least the {rows} rows of {decode_requests} decode requests")
+        fits = q.shape[0] - rows <= self.prefill.max_tokens and (q.shape[0] == rows or requests > decode_requests)
+        require("q.shape[0]", q.shape[0], fits, f"{rows} decode rows and, with prefill requests, at most {self.prefill.max_tokens} prefill rows")
+        size = (shard.local_heads, q.shape[0], decode.shape.topk)
+        if out is None:
+            out = self._out[: size[0] * size[1] * size[2]].view(size)
+        elif tuple(out.shape) != size or out.dtype != torch.int32 or not out.is_contiguous():
+            raise ValueError(f"out of shape {tuple(out.shape)}, {out.dtype}: must be contiguous {size} int32")
+        chunks = q[rows:]
+        if shard.local_heads != q.shape[1] == decode.shape.heads:  # replicated queries: a prefill needs the owned heads only
+            chunks = chunks[:, shard.owned_heads.start : shard.owned_heads.stop]
+        prefill = (chunks, cache, block_table[decode_requests:], seq_lens[decode_requests:], starts)
+        self.prefill.checked(*prefill)
+        # The decode object's output is contiguous and its own; a copy puts its rows, and only those, into their slice.
+        out[:, :rows].copy_(decode(q[:rows], cache, block_table[:decode_requests], seq_lens[:decode_requests], query_len=query_len))
+        self.prefill(*prefill, out=out[:, rows:])
+        return out
