@@ -1,11 +1,13 @@
 """The row: the only handshake between the machine that measures and the code that explains.
 
-A run is a folder with `rows.jsonl` (one JSON object a line, appended and flushed as points finish). Rows are never
-edited. Pure Python here; `frame` imports pandas when called.
+A run is a folder with `rows.jsonl` (one JSON object a line, appended and flushed as points finish) and, where several
+drivers measured for it, `rows.<name>.jsonl`: one driver a file, readers take all. Rows are never edited. Pure Python
+here; `frame` imports pandas when called.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
@@ -14,6 +16,8 @@ import os
 import re
 import subprocess
 import tarfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,9 +26,19 @@ from m3cp.shapes import Point
 
 SCHEMA = 1
 ROWS_FILE = "rows.jsonl"
+OTHER_ROWS_FILES = "rows.*.jsonl"  # of further drivers of the same run, such as a cluster's jobs
+TORN = b'{"point":{"context_tokens":'  # how every line begins, so that a torn one is told from a foreign file
+RUNTIME = ("torch", "torch_build", "triton", "nccl", "rccl")  # versions that make a measurement another one
 PACKAGE = Path(__file__).parent
 # The measuring path: a change in any of these files makes older rows another experiment.
 MEASURING = ("shapes.py", "shard.py", "keys.py", "reference.py", "inputs.py", "kernels", "exchange.py", "decode.py", "engine_kernels.py", "timing.py", "worker.py")
+
+
+class CannotWrite(OSError):
+    """A rows file that can't be written; names the file and the system's reason."""
+
+    def __init__(self, error: OSError, path: Path):
+        super().__init__(f"{path}: can't be written: {error.strerror or error}; what it held is still there")
 
 
 @dataclass(frozen=True)
@@ -130,48 +144,158 @@ class Row:
         return cls(point=Point.from_dict(values.pop("point")), **values)
 
 
+def rows_file(run: Path | str) -> Path:
+    """The rows file that a driver writes: the given one, or `rows.jsonl` of a run's folder."""
+    path = Path(run)
+    return path if path.suffix == ".jsonl" else path / ROWS_FILE
+
+
+def rows_files(run: Path | str) -> list[Path]:
+    """The rows files of a run, one a driver that wrote there: `rows.jsonl` first, then `rows.<name>.jsonl` by name."""
+    path = Path(run)
+    if not path.is_dir():
+        return [path] if path.exists() else []
+    return [p for p in (path / ROWS_FILE, *sorted(path.glob(OTHER_ROWS_FILES))) if p.exists()]
+
+
 def append(run: Path | str, row: Row) -> None:
-    """Append one row to the run's `rows.jsonl` as one write, flushed to disk; creates the folder.
+    """Append one row to a run's rows file, flushed to disk; creates the folder. All of the line stays, or none of it.
 
     A torn line that an earlier crash left at the end of the file is cut off first.
+
+    Raises:
+        CannotWrite: a full disk, a read-only folder; what the file held is there as before.
+        ValueError: the file ends in something that is no part of a row, which is left alone.
     """
-    path = Path(run) / ROWS_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = rows_file(run)
     line = (json.dumps(row.to_dict(), allow_nan=False, separators=(",", ":")) + "\n").encode()
-    with open(path, "ab+") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size:
-            file.seek(size - 1)
-            if file.read(1) != b"\n":
-                file.seek(0)
-                file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            size = _whole_bytes(file, path)
+            try:
+                left = memoryview(line)
+                while left:
+                    left = left[os.write(file, left) :]
+                os.fsync(file)
+            except OSError:
+                os.ftruncate(file, size)
+                raise
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise CannotWrite(error, path) from error
 
 
-def load(*runs: Path | str) -> list[Row]:
-    """All rows of the given run folders or files, in order; a torn last line is left out.
+def _whole_bytes(file: int, path: Path) -> int:
+    """Bytes of the file's whole lines; what a crash left behind them is cut off."""
+    size = os.fstat(file).st_size
+    if size == 0 or os.pread(file, 1, size - 1) == b"\n":
+        return size
+    tail, start = b"", size
+    while start and b"\n" not in tail:
+        step = min(start, 1 << 16)
+        start -= step
+        tail = os.pread(file, step, start) + tail
+    torn = tail[tail.rfind(b"\n") + 1 :]
+    if torn[: len(TORN)] != TORN[: len(torn)]:
+        raise ValueError(f"{path}: its last line is no row and no part of one ({torn[:40]!r}); it is left as it is")
+    os.ftruncate(file, size - len(torn))
+    return size - len(torn)
+
+
+@contextlib.contextmanager
+def locked(run: Path | str, patience_s: float = 5.0) -> Iterator[int]:
+    """Hold a run's rows file for one driver; yields a descriptor that ranks inherit, so that the file stays held until
+    the last of them is gone. A file that is still empty in the end is removed.
+
+    Args:
+        patience_s: how long ranks of a driver that was killed may take to die.
+
+    Raises:
+        CannotWrite: the folder can't be written.
+        ValueError: another driver holds the file.
+    """
+    import fcntl
+
+    path = rows_file(run)
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise CannotWrite(error, path) from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
+                break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(file)
+                raise ValueError(
+                    f"{path}: another driver is writing there; wait for it, or give this one a folder of its own (`--out`)"
+                ) from None
+            time.sleep(0.05)
+        os.close(file)
+    try:
+        yield file
+    finally:
+        if os.fstat(file).st_size == 0:
+            path.unlink(missing_ok=True)
+        os.close(file)
+
+
+def scan(*runs: Path | str, start: int = 0) -> Iterator[Row]:
+    """The rows of the given run folders or files, one after the other; a torn last line is left out.
+
+    Args:
+        start: bytes to skip of each file.
 
     Raises:
         ValueError: a line that is no row, naming file and line.
         FileNotFoundError: a run without rows.
     """
-    rows: list[Row] = []
     for run in runs:
-        path = Path(run)
-        path = path / ROWS_FILE if path.is_dir() else path
-        if not path.exists():
+        files = rows_files(run)
+        if not files:
             raise FileNotFoundError(f"{run}: no {ROWS_FILE} there; `m3cp sweep` writes one")
-        lines = path.read_text().split("\n")
-        for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is a torn line, or empty
-            if not line.strip():
-                continue
-            try:
-                rows.append(Row.from_dict(json.loads(line)))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
-    return rows
+        for path in files:
+            with open(path, "rb") as file:
+                file.seek(start)
+                for number, line in enumerate(file, start=1):
+                    if not line.endswith(b"\n") or not line.strip():  # a torn last line, or nothing
+                        continue
+                    try:
+                        yield Row.from_dict(json.loads(line))
+                    except (ValueError, TypeError, AttributeError) as error:
+                        after = f" after byte {start}" if start else ""
+                        raise ValueError(f"{path}, line {number}{after}: {error}") from error
+
+
+def load(*runs: Path | str) -> list[Row]:
+    """All rows of the given run folders or files, as `scan` gives them."""
+    return list(scan(*runs))
+
+
+class Growth:
+    """Counts the rows that a run gains from now on, reading only what is new."""
+
+    def __init__(self, run: Path | str):
+        self._run, self.rows = run, 0
+        self._sizes = {path: path.stat().st_size for path in rows_files(run)}
+
+    def look(self) -> int:
+        """Rows gained so far."""
+        for path in rows_files(self._run):
+            with open(path, "rb") as file:
+                file.seek(self._sizes.get(path, 0))
+                new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            self.rows += whole.count(b"\n")
+            self._sizes[path] = self._sizes.get(path, 0) + len(whole)
+        return self.rows
 
 
 def frame(rows: list[Row]):
@@ -189,9 +313,16 @@ def frame(rows: list[Row]):
     return pandas.DataFrame.from_records(records)
 
 
-def measured(rows: list[Row], code_hash: str, node: str) -> set[Point]:
-    """Points that already have an ok row of this code on this node."""
-    return {r.point for r in rows if r.status == "ok" and r.node == node and r.provenance.get("code_hash") == code_hash}
+def measured(rows: Iterable[Row], code_hash: str, node: str, versions: Mapping[str, str]) -> set[Point]:
+    """Points that already have an ok row of this code, on this node, with these versions of what runs (`RUNTIME`)."""
+    return {
+        r.point
+        for r in rows
+        if r.status == "ok"
+        and r.node == node
+        and r.provenance.get("code_hash") == code_hash
+        and all(r.provenance.get("versions", {}).get(name) == versions.get(name) for name in RUNTIME)
+    }
 
 
 def code_hash() -> str:

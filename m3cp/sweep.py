@@ -1,446 +1,37 @@
-"""From a grid to rows on disk: expand it into Points, start one worker process a rank, see that they end.
+"""From a grid to rows on disk: the driver of a sweep on one machine.
 
-Workers (`m3cp.worker`) are started by path, die with this process, and are all ended when one of them fails or
-nothing moves any more. Points that a run already holds are skipped, so a sweep that was cut short goes on where it
-stopped. `python3 -m m3cp.sweep --help` needs neither typer nor pydantic.
+Rows are the truth: a Point that this node has measured with this code and these versions is not measured again, so the
+same command goes on where an earlier one stopped, however that ended. One driver holds a rows file; its ranks
+(`m3cp.ranks`, `m3cp.worker`) die with it. `python3 -m m3cp.sweep --help` needs neither typer nor pydantic.
 """
 
 from __future__ import annotations
 
-import ctypes
-import itertools
+import contextlib
+import functools
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from m3cp import doctor, records, traffic
-from m3cp.shapes import ARM_FIELDS, IndexerShape, Point, require
+from m3cp import doctor, ranks, records, traffic
+from m3cp import grid as planning
+from m3cp.grid import Group, Plan
+from m3cp.ranks import WorkersFailed, launch
+from m3cp.shapes import Point, require
 
 ROOT = records.PACKAGE.parent
-STALL_S = 240.0  # without a sign of life; compiling every kernel takes less than a minute
-RESTARTS = 2  # after a group that ended its workers, the groups behind it still run
-FAILED, NOT_MEASURED = 1, 2  # exit statuses beside 0: a Point failed; nothing could be measured
-# Axes of a grid, with what they are when a grid does not say. The defaults of an axis that names arms' own fields hold
-# only for arms that use the field.
-AXES: dict[str, Any] = {
-    "contexts": [1024, 8192, 32768, 131072, 524288],
-    "batches": [1, 8, 32, 64],
-    "worlds": [1, 2],
-    "arms": ["tp", "cp", "page_read"],
-    "mixes": ["uniform"],
-    "query_lens": [1],
-    "dtypes": ["bf16"],
-    "forms": ["staged"],
-    "exchanges": ["collective"],
-    "queries": ["gathered", "replicated"],
-    "cache": "cold",
-    "launch": None,
-    "max_context": None,
-    "rows_padded": 0,
-    "shared_prefix_tokens": 0,
-    "seed": 0,
-}
-# What the default grid adds on GPUs: ragged batches and speculative verification (context, batch, mix, query_len).
-EXTRA_SHAPES = (
-    (131072, 8, "one_long_rest_1k", 1),
-    (131072, 32, "one_long_rest_1k", 1),
-    (131072, 32, "log_uniform", 1),
-    (8192, 8, "uniform", 4),
-    (32768, 32, "uniform", 4),
-    (131072, 8, "uniform", 4),
-)
-
-
-@dataclass(frozen=True)
-class Group:
-    """Arms over the same inputs, timed in alternating rounds by `processes` ranks.
-
-    Args:
-        points: all that are timed, floors first.
-        record: those of them that become rows.
-    """
-
-    processes: int
-    points: tuple[Point, ...]
-    record: tuple[Point, ...]
-
-
-@dataclass
-class Plan:
-    """What a sweep will do: groups to run, Points to skip and why, Points that the run already holds."""
-
-    groups: list[Group] = field(default_factory=list)
-    skipped: dict[Point, str] = field(default_factory=dict)
-    measured: list[Point] = field(default_factory=list)
-
-    @property
-    def points(self) -> list[Point]:
-        """Points that will be measured."""
-        return [p for g in self.groups for p in g.record]
-
-
-class WorkersFailed(RuntimeError):
-    """A rank raised, died or stalled; the message names it."""
-
-
-def expand(grid: Mapping[str, Any], *, device: str, shape: IndexerShape | None = None) -> list[Point]:
-    """The Points of a grid: every combination of its axes, each arm with the fields that it uses.
-
-    Args:
-        grid: some of `AXES`; a name outside them is an error.
-        device: "cuda" or "cpu": decides how calls are launched where the grid does not say.
-
-    Raises:
-        ValueError: an unknown axis, or values that a Point refuses.
-    """
-    unknown = sorted(set(grid) - set(AXES))
-    if unknown:
-        raise ValueError(f"grid has {', '.join(unknown)}: allowed are {', '.join(AXES)}")
-    axes = {**AXES, **{k: v for k, v in grid.items() if v is not None}}
-    for name, value in axes.items():
-        if isinstance(AXES[name], list):
-            require(name, value, isinstance(value, (list, tuple)) and len(value) > 0, "a list with at least one value")
-    for arm in axes["arms"]:
-        require("arms", arm, arm in ARM_FIELDS, f"among {', '.join(ARM_FIELDS)}")
-    common = {
-        "max_context": axes["max_context"] or max(axes["contexts"]),
-        "cache": axes["cache"],
-        "launch": axes["launch"] or ("graph" if device == "cuda" else "eager"),
-        "rows_padded": axes["rows_padded"],
-        "shared_prefix_tokens": axes["shared_prefix_tokens"],
-        "seed": axes["seed"],
-        "shape": shape or IndexerShape(),
-    }
-    points: dict[Point, None] = {}
-    cells = itertools.product(
-        axes["worlds"], axes["mixes"], axes["dtypes"], axes["query_lens"], axes["contexts"], axes["batches"]
-    )
-    for world, mix, dtype, query_len, context, batch in cells:
-        if mix != "uniform" and batch == 1:
-            continue  # one request has no mix
-        cell = dict(
-            context_tokens=context, batch=batch, mix=mix, dtype=dtype, query_len=query_len, world=world, **common
-        )
-        made = [p for arm in axes["arms"] if arm != "page_read" for p in _arm_points(arm, cell, axes)]
-        if "page_read" in axes["arms"]:
-            floors = [traffic.floor_point(p) for p in made] or [Point(arm="page_read", **cell)]
-            made = [*floors, *made]
-        points.update(dict.fromkeys(made))
-    return list(points)
-
-
-def _arm_points(arm: str, cell: Mapping[str, Any], axes: Mapping[str, Any]) -> list[Point]:
-    if cell["world"] == 1 and arm != "tp" and not arm.endswith("_tp"):
-        return []  # one rank has nobody to share with
-    choices = [
-        axes[axis] if name in ARM_FIELDS[arm] else [None]
-        for name, axis in (("form", "forms"), ("exchange", "exchanges"), ("queries", "queries"))
-    ]
-    made = []
-    for form, exchange, queries in itertools.product(*choices):
-        if form in ("two_launch", "one_launch") and exchange == "collective":
-            continue  # only the symmetric exchange carries these forms
-        if arm == "cp_local" and form != "staged":
-            continue  # the other forms have no part without an exchange
-        if arm in ("vllm_cp", "sglang_cp") and queries == "replicated":
-            continue  # the engines gather them
-        made.append(Point(arm=arm, form=form, exchange=exchange, queries=queries, **cell))
-    return made
-
-
-def default_grid(device: str, worlds: Sequence[int], quick: bool = False, peers: bool = True) -> list[Point]:
-    """What a sweep measures when no grid is given, for a machine that runs up to `max(worlds)` ranks.
-
-    On GPUs about 150 Points for worlds up to 2: the one-launch form over contexts and batches at the largest world,
-    ragged batches and speculative verification at three shapes, the staged form over the process group and the other
-    worlds at a few. On a CPU contexts and batches around the break-even, some minutes in all.
-
-    Args:
-        peers: whether GPUs reach each other's memory; without, the staged form takes the one-launch form's place.
-    """
-    worlds = sorted(set(worlds))
-    top = worlds[-1]
-    if device == "cpu":
-        arms = ["tp", "cp", "page_read"]
-        if quick:
-            small = {"contexts": [1024, 4096], "batches": [1, 2], "max_context": 4096, "cache": "warm"}
-            return expand({**small, "worlds": worlds, "arms": [*arms, "cp_local"]}, device=device)
-        cells = {"contexts": [1024, 3072, 4096, 8192, 16384], "batches": [1, 4, 16], "max_context": 16384}
-        ends = {**cells, "batches": [1, 16]}
-        points = dict.fromkeys(expand({**cells, "worlds": [top], "arms": arms}, device=device))
-        points.update(dict.fromkeys(expand({**ends, "worlds": [top], "arms": ["cp_local"]}, device=device)))
-        for world in worlds[:-1]:
-            points.update(dict.fromkeys(expand({**ends, "worlds": [world], "arms": arms}, device=device)))
-        return list(points)
-    arms = ["tp", "cp", "page_read"]
-    staged = {"forms": ["staged"], "exchanges": ["collective"]}
-    fast = {"forms": ["one_launch"], "exchanges": ["symmetric"]} if peers else staged
-    points: dict[Point, None] = {}
-
-    def add(grid: Mapping[str, Any]) -> None:
-        points.update(dict.fromkeys(expand({**grid, "max_context": 524288}, device=device)))
-
-    if quick:
-        small = {"contexts": [1024, 8192, 32768], "batches": [1, 8], "cache": "warm", "worlds": worlds}
-        add({**small, **fast, "arms": arms})
-        add({**small, **staged, "arms": [*arms, "cp_local"]})
-        return list(points)
-    cells = {"contexts": AXES["contexts"], "batches": AXES["batches"]}
-    few = {"contexts": [8192, 131072], "batches": [1, 32]}
-    if top == 1:  # one GPU: CP's part without the exchange, for the worlds that a node may have
-        arms, extra_world = ["tp", "cp_local", "page_read"], 2
-        add({**cells, **fast, "worlds": [1], "arms": ["tp", "page_read"]})
-        add({**cells, **staged, "worlds": [2], "arms": arms})
-        add({**cells, **staged, "batches": [32], "worlds": [8], "arms": arms})
-        fast = staged
-    else:
-        extra_world = top
-        add({**cells, **fast, "worlds": [top], "arms": arms})
-        for world in worlds:
-            add({**few, **staged, "worlds": [world], "arms": [*arms, "cp_local"]})
-            add({**few, **fast, "worlds": [world], "arms": arms})
-    for context, batch, mix, query_len in EXTRA_SHAPES:
-        one = {"contexts": [context], "batches": [batch], "mixes": [mix], "query_lens": [query_len]}
-        add({**one, **fast, "worlds": [extra_world], "arms": arms})
-    return list(points)
-
-
-def read_grid(source: Mapping[str, Any] | Sequence[Any] | str | Path, device: str) -> list[Point]:
-    """Points of a grid: a mapping of axes, a list of such mappings, of Points or of their dicts, or a file of either.
-
-    Files are YAML or JSON; `data/grids/` holds the grids of recorded runs.
-
-    Raises:
-        ValueError: a file that is neither, or what `expand` refuses.
-    """
-    if isinstance(source, (str, Path)):
-        text = Path(source).read_text()
-        if Path(source).suffix == ".json":
-            source = json.loads(text)
-        else:
-            try:
-                import yaml
-            except ImportError:
-                raise ValueError(
-                    f"grid={str(source)!r}: PyYAML is not installed here; give the grid as a .json file"
-                ) from None
-            source = yaml.safe_load(text)
-    if isinstance(source, Mapping):
-        return expand(source, device=device)
-    if not isinstance(source, Sequence):
-        raise ValueError(f"grid={source!r}: must be a mapping of axes, or a list of such mappings or of Points")
-    points: dict[Point, None] = {}
-    for item in source:
-        is_point = isinstance(item, Point) or "context_tokens" in item
-        made = [item if isinstance(item, Point) else Point.from_dict(item)] if is_point else expand(item, device=device)
-        points.update(dict.fromkeys(made))
-    return list(points)
-
-
-def make_plan(
-    points: Iterable[Point],
-    *,
-    device: str,
-    ranks: int,
-    known: set[Point] = frozenset(),
-    memory_bytes: int | None = None,
-) -> Plan:
-    """Group Points by inputs and processes; skip in words what this machine can't run.
-
-    `cp` and the engines' CP need a process a rank. The others meet no peer, so where there are too few devices for their world, one
-    process stands for one rank of it.
-
-    Args:
-        device: "cuda" or "cpu".
-        ranks: devices (or cores) that can each hold a rank.
-        known: Points that the run already holds.
-        memory_bytes: of one device, for caches that can't fit; None does not ask.
-    """
-    plan = Plan()
-    cells: dict[tuple, list[Point]] = {}
-    floors: list[Point] = []
-    for point in dict.fromkeys(points):
-        reason = _skip_reason(point, device, ranks, memory_bytes)
-        if reason:
-            plan.skipped[point] = reason
-        elif point in known:
-            plan.measured.append(point)
-        elif point.arm == "page_read":
-            floors.append(point)
-        else:
-            processes = point.world if point.world <= ranks else 1
-            cells.setdefault((processes, _inputs_of(point), point.world), []).append(point)
-    waiting = dict.fromkeys(floors)
-    for (processes, _, _), arms in cells.items():
-        beneath = list(dict.fromkeys(traffic.floor_point(p) for p in arms))
-        record = [p for p in beneath if p in waiting]
-        for p in record:
-            del waiting[p]
-        plan.groups.append(Group(processes, (*beneath, *arms), (*record, *arms)))
-    for point in waiting:
-        plan.groups.append(Group(point.world if point.world <= ranks else 1, (point,), (point,)))
-    plan.groups.sort(
-        key=lambda g: (g.processes, g.points[0].seed, g.points[0].dtype, repr(g.points[0].shape))
-    )  # one pool after the other
-    return plan
-
-
-def _inputs_of(point: Point) -> Point:
-    """The Point without what its arm adds: equal for arms over the same inputs."""
-    return replace(point, arm="page_read", form=None, exchange=None, queries=None, threshold_blocks=None)
-
-
-def _skip_reason(point: Point, device: str, ranks: int, memory_bytes: int | None) -> str | None:
-    if point.arm not in ("tp", "cp", "cp_local", "page_read"):
-        from m3cp import engine_kernels  # torch, which a plan of our own arms does without
-
-        reason = engine_kernels.refusal(point)
-        if reason is None and device == "cpu":
-            reason = f"arm {point.arm!r}: an engine's kernels need a GPU"
-        if reason is None and engine_kernels.missing(point.arm):
-            reason = f"arm {point.arm!r}: its kernels are not importable here: {engine_kernels.missing(point.arm)}"
-        if reason:
-            return reason
-    if point.launch == "graph" and device == "cpu":
-        return "launch='graph': a CPU has no graphs"
-    if point.shape.heads % point.world and point.world % point.shape.heads:
-        return f"world={point.world} does not fit {point.shape.heads} heads"
-    if point.arm in ("cp", "vllm_cp", "sglang_cp"):
-        if point.world == 1:
-            return "world=1: one rank has nobody to share with"
-        reason = doctor.skip_reason(point.world, device, gpus=ranks, cores=ranks)
-        if reason:
-            return reason
-    need = sum(point.shape.blocks(n) for n in traffic.context_lengths(point)) * point.shape.key_bytes(point.dtype)
-    if memory_bytes and need > memory_bytes * 0.6:
-        return f"its cache of {doctor.size(need)} does not fit a device of {doctor.size(memory_bytes)}"
-    return None
-
-
-def estimate_s(group: Group, device: str) -> float:
-    """About how long a group takes, seconds: from bytes and blocks, generously rounded; for people, not for counts."""
-    total = 0.0
-    for point in group.points:
-        blocks = traffic.bytes_read(point) / point.shape.key_bytes(point.dtype)
-        if device == "cuda":
-            total += 0.5 + 300 * (20 + 0.008 * blocks) / 1e6
-            total += 3.0 if point.arm.startswith("vllm") else 0.0  # its launch settings are tried too
-            continue
-        us = 10 * blocks if point.arm == "page_read" else 2000 + 90 * blocks
-        calls = 1 if point.cache == "warm" else max(2.0, min(256.0, 2 * 2**25 / max(1, 2**15 * blocks / point.world)))
-        total += us * calls * 6 / 1e6
-    return total
-
-
-def launch(
-    module: str,
-    job: dict[str, Any],
-    processes: int,
-    *,
-    follow: Callable[[Path], None] = lambda scratch: None,
-    stall_s: float = STALL_S,
-    limit_s: float | None = None,
-) -> None:
-    """Start `python -m MODULE JOB` once a rank and wait for all; none is left when this returns or raises.
-
-    Args:
-        module: a worker module, or the path of a Python file, that ends in `m3cp.worker.run`.
-        job: plain JSON; `scratch` is added to it.
-        processes: ranks.
-        follow: called about ten times a second with the scratch folder.
-        stall_s: seconds without a sign of life after which the workers are ended.
-        limit_s: seconds after which the workers are ended whatever they do.
-
-    Raises:
-        WorkersFailed: naming the rank, and what it said.
-    """
-    with tempfile.TemporaryDirectory(prefix="m3cp-") as folder:
-        scratch = Path(folder)
-        (scratch / "job.json").write_text(json.dumps({**job, "scratch": folder}))
-        (scratch / "beat").touch()
-        command = [sys.executable, *([module] if module.endswith(".py") else ["-m", module]), str(scratch / "job.json")]
-        workers: list[subprocess.Popen] = []
-        start = time.monotonic()
-        try:
-            for rank in range(processes):
-                with open(scratch / f"log.{rank}", "wb") as log:
-                    workers.append(
-                        subprocess.Popen(
-                            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
-                            env=_environment(rank, processes, job["device"]), preexec_fn=_die_with_parent,
-                        )
-                    )  # fmt: skip
-            while True:
-                codes = [w.poll() for w in workers]
-                follow(scratch)
-                if any(codes):
-                    raise WorkersFailed(_what_happened(scratch, workers))
-                if all(code == 0 for code in codes):
-                    return
-                if time.time() - (scratch / "beat").stat().st_mtime > stall_s:
-                    raise WorkersFailed(f"no rank has moved for {stall_s:.0f} s; {_last_words(scratch, processes)}")
-                if limit_s is not None and time.monotonic() - start > limit_s:
-                    raise WorkersFailed(f"not done within {limit_s:.0f} s; {_last_words(scratch, processes)}")
-                time.sleep(0.1)
-        finally:
-            for worker in workers:
-                if worker.poll() is None:
-                    worker.kill()
-            for worker in workers:
-                worker.wait()
-
-
-def _environment(rank: int, processes: int, device: str) -> dict[str, str]:
-    env = {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(processes),
-        "PYTHONUNBUFFERED": "1",
-    }
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    if device == "cpu":
-        env["OMP_NUM_THREADS"] = "1"  # one core a rank, or the ranks get in each other's way
-    if sys.platform == "linux":
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here, and a host's own name need not resolve
-    return env
-
-
-def _die_with_parent() -> None:
-    """In the child, before exec: be killed when the process that started it dies, however it dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def _what_happened(scratch: Path, workers: Sequence[subprocess.Popen]) -> str:
-    """Which rank failed first, and its words; ranks that only lost a peer are not blamed."""
-    time.sleep(0.3)  # let a rank that fails in the same moment finish its sentence
-    codes = [w.poll() for w in workers]
-    spoke = {int(p.suffix[1:]): p for p in scratch.glob("error.*")}
-    silent = [r for r, code in enumerate(codes) if code and r not in spoke and not (scratch / f"peer.{r}").exists()]
-    if spoke and not silent:
-        rank = min(spoke, key=lambda r: spoke[r].stat().st_mtime_ns)
-        return f"rank {rank}: {spoke[rank].read_text()}"
-    rank = silent[0] if silent else next(r for r, code in enumerate(codes) if code)
-    how = f"signal {-codes[rank]}" if codes[rank] < 0 else f"exit status {codes[rank]}"
-    log = (scratch / f"log.{rank}").read_text(errors="replace").strip().splitlines()
-    return f"rank {rank}: ended with {how} without a word{': ' + log[-1] if log else ''}"
-
-
-def _last_words(scratch: Path, processes: int) -> str:
-    lines = []
-    for rank in range(processes):
-        log = (scratch / f"log.{rank}").read_text(errors="replace").strip().splitlines()
-        lines.append(f"rank {rank} {'last said: ' + log[-1][:300] if log else 'said nothing'}")
-    return "; ".join(lines)
+WORKER = "m3cp.ranks"  # the module that every rank runs
+STARTS = 3  # of workers that end before their first group; after that the Points of so many ranks are given up
+SHOWN = 20  # Points that a table names
+FAILED, NOT_MEASURED = 1, 2  # exit statuses beside 0: a Point failed or was not reached; nothing could be measured
 
 
 def node_name(device: str, gpus: Sequence[doctor.Device], host: doctor.Cpu) -> str:
@@ -496,21 +87,27 @@ def in_subprocess(
         command = [sys.executable, "-m", "m3cp.sweep", str(grid), "--out", str(out)]
         command += [*(["--device", device] if device else []), *(["--remeasure"] if remeasure else [])]
         command += ["--minutes", str(minutes)] if minutes else []
-        before = _count_rows(out)
+        grown = records.Growth(out)
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
         with open(log, "wb") as file, tqdm(total=len(wanted), unit="point", mininterval=0.5) as bar:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=env, preexec_fn=_die_with_parent
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=env,
+                preexec_fn=functools.partial(ranks.die_with_parent, os.getpid()),
             )  # fmt: skip
             try:
                 while process.poll() is None:
-                    bar.update(min(_count_rows(out) - before, len(wanted)) - bar.n)
+                    bar.update(min(grown.look(), len(wanted)) - bar.n)
                     time.sleep(0.3)
             finally:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
-            newest = {r.point: r for r in (records.load(out) if _count_rows(out) else []) if r.point in wanted}
+            code = records.code_hash()
+            newest = {
+                r.point: r
+                for r in (records.scan(out) if records.rows_files(out) else [])
+                if r.point in wanted and (r.status == "skipped" or r.provenance.get("code_hash") == code)
+            }
             bar.update(len(newest) - bar.n)
         said = [line for line in log.read_text(errors="replace").splitlines() if line.strip() and "point/s" not in line]
         print("\n".join(said))
@@ -521,11 +118,6 @@ def in_subprocess(
                 f"the sweep ended with exit status {process.returncode}, {missing} Points have no row: {words}"
             )
     return [newest[p] for p in points if p in newest]
-
-
-def _count_rows(out: Path) -> int:
-    path = out / records.ROWS_FILE
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def summary(points: Sequence[Point], rows: Sequence[records.Row]):
@@ -591,6 +183,7 @@ def main(
     dry_run: bool = False,
     minutes: float | None = None,
     commit: str | None = None,
+    rows: str = records.ROWS_FILE,
 ) -> int:
     """Measure a grid on this machine and append its rows to a run.
 
@@ -604,148 +197,233 @@ def main(
         dry_run: print Points and an estimate, and measure nothing.
         minutes: stop cleanly after so long; what remains is listed.
         commit: of this code, where the copy that runs has no git history.
+        rows: the rows file in that folder; drivers that measure for one run at a time have one each.
 
     Returns:
-        0; 1 when a Point failed; 2 when nothing could be measured.
+        0; 1 when a Point failed or was not reached; 2 when nothing could be measured.
 
     Raises:
         doctor.NodeError: a machine that can't measure what was asked.
-        ValueError: a bad grid or option.
+        ValueError: a bad grid or option, another driver on the rows file, or a run whose rows can't be read.
+        OSError: rows can't be written.
     """
     began = time.monotonic()
     device = doctor.sweep_device(device)
     require("minutes", minutes, minutes is None or minutes > 0, "a positive number of minutes")
     facts = job_facts(device)
     host = doctor.cpu()
-    ranks = len(facts["devices"]) if device == "cuda" else host.cores
-    here = [w for w in doctor.WORLDS if doctor.skip_reason(w, device, gpus=ranks, cores=ranks) is None and w <= 8]
+    count = len(facts["devices"]) if device == "cuda" else host.cores
+    here = [w for w in doctor.WORLDS if doctor.skip_reason(w, device, gpus=count, cores=count) is None and w <= 8]
     worlds = list(worlds) if worlds else None
     if grid is None:
         reached = device != "cuda" or not doctor.unreachable_peers(max(here))
         if not reached:
             print("GPUs here do not all reach each other's memory: the staged form only (`m3cp doctor` names the pairs)")
-        points = default_grid(device, worlds or (here if device == "cuda" else here[:2]), quick, reached)
+        points = planning.default_grid(device, worlds or (here if device == "cuda" else here[:2]), quick, reached)
     else:
-        points = [p for p in read_grid(grid, device) if not worlds or p.world in worlds or p.arm == "page_read"]
+        points = [p for p in planning.read_grid(grid, device) if not worlds or p.world in worlds or p.arm == "page_read"]
     gpus = doctor.devices() if device == "cuda" else ()
     out = Path(out) if out is not None else default_out(device)
-    held = records.load(out) if (out / records.ROWS_FILE).exists() else []
-    known = set() if remeasure else records.measured(held, records.code_hash(), facts["node"])
-    plan = make_plan(
-        points, device=device, ranks=ranks, known=known, memory_bytes=gpus[0].memory_bytes if gpus else None
-    )
-    _announce(plan, device, out)
-    if dry_run:
-        for group in plan.groups:
-            print(
-                f"  {estimate_s(group, device):6.1f} s  {group.processes} ranks  {'; '.join(p.label for p in group.record)}"
-            )
-        return 0
+    provenance = {**doctor.provenance(), "code_hash": records.code_hash(), **git_state(commit)}
+    provenance["command"] = "m3cp sweep" if grid is None else "m3cp sweep GRID"
+    with contextlib.nullcontext() if dry_run else records.locked(out / rows) as held:
+        known, said = _known(out, set(points), facts["node"], provenance)
+        plan = planning.make_plan(
+            points, device=device, ranks=count, known=set() if remeasure else known,
+            memory_bytes=gpus[0].memory_bytes if gpus else None,
+        )  # fmt: skip
+        _announce(plan, device, out)
+        if dry_run:
+            for group in plan.groups:
+                print(
+                    f"  {planning.estimate_s(group, device):6.1f} s  {doctor.size(planning.cache_bytes(group.points[0])):>8}"
+                    f"  {group.processes} ranks  {'; '.join(p.label for p in group.record)}"
+                )
+            return 0
+        for point, reason in plan.skipped.items():
+            if point not in said:
+                records.append(out / rows, records.Row(point, "skipped", point.arm, facts["node"], 0, error=reason))
+        outcome = Outcome(plan.points, out / rows)
+        deadline = None if minutes is None else began + minutes * 60
+        job = {**facts, "out": str(out / rows), "provenance": provenance}
+        _measure(plan, outcome, job, deadline, held)
+        print(f"rows: {_near(out / rows)}")
+        print("\n".join(table(outcome, len(plan.measured), plan.skipped)))
+    return status(outcome, len(plan.measured), len(plan.skipped), in_time=minutes is not None)
+
+
+def _known(out: Path, wanted: set[Point], node: str, provenance: Mapping[str, Any]) -> tuple[set[Point], set[Point]]:
+    """Of the wanted Points: those that the run holds, and those that it has skipped before."""
+    said: set[Point] = set()
+
+    def rows() -> Iterable[records.Row]:
+        for row in records.scan(out):
+            if row.point in wanted:
+                if row.status == "skipped":
+                    said.add(row.point)
+                yield row
+
+    if not records.rows_files(out):
+        return set(), said
+    return records.measured(rows(), provenance["code_hash"], node, provenance["versions"]), said
+
+
+class Outcome:
+    """What became of the Points of a sweep, read from the rows as they come.
+
+    Args:
+        points: that are to be measured.
+        run: a rows file, or a run's folder: rows that are there already do not count.
+    """
+
+    def __init__(self, points: Iterable[Point], run: Path):
+        self.left = dict.fromkeys(points)
+        self.done = self.unsteady = 0
+        self.failed: dict[Point, str] = {}
+        self.errors: list[str] = []  # of what ended before it could say which Point
+        self._run, self._at = run, {path: path.stat().st_size for path in records.rows_files(run)}
+
+    def look(self) -> int:
+        """Read what is new; how many of the Points have a row now."""
+        for path in records.rows_files(self._run):
+            with open(path, "rb") as file:
+                file.seek(self._at.get(path, 0))
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._at[path] = self._at.get(path, 0) + len(line)
+                    self._count(records.Row.from_dict(json.loads(line)))
+        return self.done + len(self.failed)
+
+    def _count(self, row: records.Row) -> None:
+        if row.point not in self.left or row.status == "skipped":
+            return
+        del self.left[row.point]
+        if row.status == "failed":
+            self.failed[row.point] = row.error
+        else:
+            self.done, self.unsteady = self.done + 1, self.unsteady + row.unsteady
+
+
+def table(outcome: Outcome, before: int, skipped: Mapping[Point, str]) -> list[str]:
+    """Lines for people: Points measured, there already, failed (with their error), not applicable here, not reached."""
+    reasons = Counter(skipped.values())
+    lines = [f"{outcome.done:>6} Points measured" + (f", {outcome.unsteady} of them unsteady: the page-read probe moved by more than 3% around them" if outcome.unsteady else "")]
+    lines += [f"{before:>6} there already"]
+    lines += [f"{len(outcome.failed):>6} failed", *(f"         {p.label}: {_first_line(e)}" for p, e in outcome.failed.items())]
+    lines += [f"{len(skipped):>6} not applicable here", *(f"         {n}: {reason}" for reason, n in reasons.items())]
+    lines += [f"{len(outcome.left):>6} not reached", *(f"         {p.label}" for p in list(outcome.left)[:SHOWN])]
+    lines += [f"         and {len(outcome.left) - SHOWN} more"] * (len(outcome.left) > SHOWN)
+    return lines + [f"         {_first_line(error)}" for error in outcome.errors]
+
+
+def status(outcome: Outcome, before: int, skipped: int, in_time: bool) -> int:
+    """0; `FAILED` when a Point failed or, unless a time was set, was not reached; `NOT_MEASURED` when there is nothing."""
+    if outcome.failed or outcome.errors:
+        return FAILED
+    if not (outcome.done or before or skipped):
+        return NOT_MEASURED
+    return FAILED if outcome.left and not in_time else 0
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0][:300] if text else "no word"
+
+
+def _measure(plan: Plan, outcome: Outcome, job: dict[str, Any], deadline: float | None, held: int) -> None:
+    """Run all groups, those of as many ranks in one start of workers. After a group that ended its workers its Points
+    are tried one by one, so that the one at fault is found and the rest is measured; then the sweep goes on."""
     from tqdm import tqdm
 
-    said = {r.point for r in held if r.status == "skipped"}
-    for point, reason in plan.skipped.items():
-        if point not in said:
-            records.append(out, records.Row(point, "skipped", point.arm, facts["node"], 0, error=reason))
-    command = "m3cp sweep" if grid is None else "m3cp sweep GRID"
-    provenance = {**doctor.provenance(), "code_hash": records.code_hash(), **git_state(commit), "command": command}
-    first_row, failures = len(held) + len(plan.skipped.keys() - said), []
     with tqdm(total=len(plan.points), unit="point", mininterval=0.5, disable=not plan.points) as bar:
         for processes in sorted({g.processes for g in plan.groups}):
-            groups, restarts = [g for g in plan.groups if g.processes == processes], RESTARTS
-            while groups:
-                left = None if minutes is None else minutes * 60 - (time.monotonic() - began)
-                if left is not None and left <= 0:
+            waiting = [([g for g in plan.groups if g.processes == processes], "")]
+            starts = 0
+            while waiting:
+                groups, alone = waiting.pop(0)
+                left_s = None if deadline is None else deadline - time.monotonic()
+                if left_s is not None and left_s <= 0:
                     break
-                job = {**facts, "out": str(out), "seconds": left, "provenance": provenance}
-                job["groups"] = [
-                    {"points": [p.to_dict() for p in g.points], "record": [p in g.record for p in g.points]}
-                    for g in groups
-                ]
-                progress = _Progress(bar, groups)
+                progress = _Progress(bar, outcome)
+                provenance = job["provenance"] | ({"alone_after": alone} if alone else {})
                 try:
                     launch(
-                        "m3cp.worker",
-                        job,
-                        processes,
-                        follow=progress.look,
-                        limit_s=None if left is None else left + 120,
-                    )
+                        WORKER, {**job, "provenance": provenance, "seconds": left_s, "groups": [_as_json(g) for g in groups]},
+                        processes, follow=progress.look, limit_s=None if left_s is None else left_s + 120, keep=[held],
+                    )  # fmt: skip
+                    continue
+                except WorkersFailed as failure:
+                    error = str(failure)[:800]
+                if records.CannotWrite.__name__ in error:
+                    raise OSError(error)
+                if progress.current is None:
+                    starts += 1
+                    tqdm.write(f"m3cp sweep: {processes} ranks did not start: {error}", file=sys.stderr)
+                    if starts < STARTS:
+                        waiting.insert(0, (groups, alone))
+                        continue
+                    outcome.errors.append(f"{processes} ranks ended {starts} times before their first Point: {error}")
                     break
-                except WorkersFailed as error:
-                    current = groups[progress.current]
-                    failures.append(f"{current.points[0].label}: {error}")
-                    tqdm.write(f"m3cp sweep: {current.points[-1].label}: {error}", file=sys.stderr)
-                    for point in current.record:
-                        row = records.Row(
-                            point,
-                            "failed",
-                            point.arm,
-                            facts["node"],
-                            processes,
-                            error=str(error)[:800],
-                            provenance=provenance,
-                        )
-                        records.append(out, row)
-                    groups = groups[progress.current + 1 :] if restarts else []
-                    restarts -= 1
-    return _summary(plan, out, first_row, failures)
+                starts, rest = 0, _unmeasured(groups[progress.current + 1 :], outcome)
+                lost = [p for p in groups[progress.current].record if p in outcome.left]
+                for point in lost:
+                    tqdm.write(f"m3cp sweep: {point.label}: {error}", file=sys.stderr)
+                if rest:
+                    waiting.insert(0, (rest, alone))
+                if len(groups[progress.current].points) > 1 and not alone:
+                    singles = [_by_itself(p, processes) for p in lost]
+                    waiting[:0] = [(singles, error)] if singles else []
+                    continue
+                for point in lost:
+                    row = records.Row(point, "failed", point.arm, job["node"], processes, error=error, provenance=provenance)
+                    records.append(job["out"], row)
+                progress.count()
+
+
+def _unmeasured(groups: Sequence[Group], outcome: Outcome) -> list[Group]:
+    """What is left of groups."""
+    left = [replace(g, record=tuple(p for p in g.record if p in outcome.left)) for g in groups]
+    return [g for g in left if g.record]
+
+
+def _by_itself(point: Point, processes: int) -> Group:
+    floor = traffic.floor_point(point) if point.arm != "page_read" else point
+    return Group(processes, tuple(dict.fromkeys([floor, point])), (point,))
+
+
+def _as_json(group: Group) -> dict[str, Any]:
+    return {"points": [p.to_dict() for p in group.points], "record": [p in group.record for p in group.points]}
 
 
 class _Progress:
-    """Moves a bar as rank 0 says how far it is."""
+    """Moves a bar as rows come, and keeps which group rank 0 is at."""
 
-    def __init__(self, bar, groups: list[Group]):
-        self.current, self._bar, self._groups, self._done = 0, bar, groups, 0
+    def __init__(self, bar, outcome: Outcome):
+        self.current: int | None = None
+        self._bar, self._outcome = bar, outcome
 
     def look(self, scratch: Path) -> None:
-        try:
+        with contextlib.suppress(OSError, ValueError):
             at = json.loads((scratch / "progress.json").read_text())
-        except (OSError, ValueError):
-            return
-        self.current = at["current"]
-        while self._done < at["done"]:
-            self._bar.update(len(self._groups[self._done].record))
-            self._done += 1
-        self._bar.set_postfix_str(at["label"], refresh=False)
+            self.current = at["current"]
+            self._bar.set_postfix_str(at["label"], refresh=False)
+        self.count()
+
+    def count(self) -> None:
+        """Read the new rows."""
+        self._bar.update(self._outcome.look() - self._bar.n)
 
 
 def _announce(plan: Plan, device: str, out: Path) -> None:
-    seconds = sum(estimate_s(g, device) for g in plan.groups) + 20 * len({g.processes for g in plan.groups})
-    largest = max(
-        (sum(p.shape.blocks(n) for n in traffic.context_lengths(p)) * p.shape.key_bytes(p.dtype) for p in plan.points),
-        default=0,
-    )
+    seconds = planning.plan_s(plan.groups, device)
+    largest = max(map(planning.cache_bytes, plan.points), default=0)
     print(
         f"{len(plan.points)} Points to measure in {len(plan.groups)} groups, about {seconds / 60:.1f} minutes; largest cache {doctor.size(largest)}; rows go to {_near(out)}"
     )
     if plan.measured:
         print(f"{len(plan.measured)} Points are there already (`--remeasure` measures them again)")
-    reasons: dict[str, int] = {}
-    for reason in plan.skipped.values():
-        reasons[reason] = reasons.get(reason, 0) + 1
-    for reason, count in reasons.items():
+    for reason, count in Counter(plan.skipped.values()).items():
         print(f"{count} Points skipped: {reason}")
-
-
-def _summary(plan: Plan, out: Path, first_row: int, failures: list[str]) -> int:
-    rows = records.load(out)[first_row:] if (out / records.ROWS_FILE).exists() else []
-    ok = [r for r in rows if r.status == "ok"]
-    failed = [r for r in rows if r.status == "failed"]
-    left = [p for p in plan.points if p not in {r.point for r in rows}]
-    print(
-        f"{len(ok)} Points measured, {len(failed)} failed, {len(plan.skipped)} skipped, {len(left)} not reached; rows: {_near(out / records.ROWS_FILE)}"
-    )
-    unsteady = sum(r.unsteady for r in ok)
-    if unsteady:
-        print(f"{unsteady} rows are unsteady: the page-read probe moved by more than 3% around them")
-    for row in failed:
-        print(f"  failed: {row.point.label}: {row.error}")
-    if left:
-        print(f"  not measured: {'; '.join(p.label for p in left)}")
-    if failed or failures:
-        return FAILED
-    return 0 if ok or plan.measured or plan.skipped else NOT_MEASURED
 
 
 def _near(path: Path) -> str:
@@ -784,6 +462,7 @@ def _arguments(argv: Sequence[str] | None):
 if __name__ == "__main__":
     try:
         sys.exit(main(**vars(_arguments(None))))
-    except (doctor.NodeError, ValueError) as problem:
+    except (doctor.NodeError, ValueError, OSError) as problem:
         print(f"m3cp sweep: {problem}", file=sys.stderr)
         sys.exit(NOT_MEASURED)
+

@@ -12,6 +12,7 @@ from problems import build
 from test_doctor import LAPTOP, TWO_H200
 
 from m3cp import doctor, engine_kernels, records, reference, sweep
+from m3cp import grid as planning
 from m3cp.shapes import IndexerShape, Point
 from m3cp.shard import Shard
 
@@ -95,23 +96,23 @@ def test_fields_that_an_engine_does_not_use_are_none(change, named):
 
 def test_a_grid_names_engines_arms_and_a_plan_skips_them_in_words(clean_imports):
     axes = {"worlds": [1, 2], "contexts": [8192], "batches": [1], "arms": ["vllm_tp", "vllm_cp", "sglang_cp"]}
-    points = sweep.expand({**axes, "exchanges": ["collective", "symmetric"]}, device="cuda")
+    points = planning.expand({**axes, "exchanges": ["collective", "symmetric"]}, device="cuda")
     assert [(p.arm, p.world, p.exchange) for p in points] == [
         ("vllm_tp", 1, None),
         ("vllm_tp", 2, None),
         *((arm, 2, exchange) for arm in ("vllm_cp", "sglang_cp") for exchange in ("collective", "symmetric")),
     ]
-    plan = sweep.make_plan(points, device="cuda", ranks=2)
+    plan = planning.make_plan(points, device="cuda", ranks=2)
     assert not plan.groups and len(plan.skipped) == len(points)
     for point, reason in plan.skipped.items():
         wanted = "head count" if point.arm == "sglang_cp" else "not importable here: import vllm."
         assert wanted in reason and repr(point.arm) in reason
-    assert "need a GPU" in sweep.make_plan(points[:1], device="cpu", ranks=2).skipped[points[0]]
+    assert "need a GPU" in planning.make_plan(points[:1], device="cpu", ranks=2).skipped[points[0]]
 
 
 def test_a_plan_holds_engines_that_import_and_fit(stand_ins):
     points = [Point(8192, 1, arm="vllm_cp", world=w, max_context=8192, **CP) for w in (1, 2, 4)]
-    plan = sweep.make_plan(points, device="cuda", ranks=2)
+    plan = planning.make_plan(points, device="cuda", ranks=2)
     assert plan.points == [points[1]] and "4 GPUs" in plan.skipped[points[2]] and "nobody" in plan.skipped[points[0]]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 import shutil
 import subprocess
 
@@ -26,11 +27,61 @@ def test_round_trip(tmp_path, row):
 
 def test_a_torn_last_line_is_left_out_and_then_cut(tmp_path, row):
     records.append(tmp_path, row)
-    with open(tmp_path / records.ROWS_FILE, "a") as file:
-        file.write('{"point": {"context_tok')
+    line = (tmp_path / records.ROWS_FILE).read_bytes()
+    for length in (1, 12, 300, len(line) - 1):
+        with open(tmp_path / records.ROWS_FILE, "ab") as file:
+            file.write(line[:length])
+        before = records.load(tmp_path)
+        records.append(tmp_path, row)
+        assert records.load(tmp_path) == [*before, row]
+    assert (tmp_path / records.ROWS_FILE).read_bytes() == line * 5
+
+
+@pytest.mark.parametrize("foreign", [b"a diary", b"x" * 200_000, b'{"point": {"', b"\0" * 4096])
+def test_a_foreign_file_is_left_as_it_is(tmp_path, row, foreign):
+    path = tmp_path / records.ROWS_FILE
+    path.write_bytes(foreign)
+    with pytest.raises(ValueError, match=r"rows\.jsonl: its last line is no row"):
+        records.append(tmp_path, row)
+    assert path.read_bytes() == foreign
+
+
+def test_rows_of_all_drivers_are_one_run(tmp_path, row):
+    records.append(tmp_path / "rows.b.jsonl", row)
+    grown = records.Growth(tmp_path)
+    other = dataclasses.replace(row, process=1)
+    records.append(tmp_path, other)
+    assert records.load(tmp_path) == [other, row] and grown.look() == 1
+    records.append(tmp_path / "rows.c.jsonl", row)
+    records.append(tmp_path / "rows.b.jsonl", row)
+    assert grown.look() == grown.look() == 3 and len(records.load(tmp_path)) == 4
+
+
+def test_one_driver_a_rows_file(tmp_path, row):
+    with records.locked(tmp_path):
+        with pytest.raises(ValueError, match=r"rows\.jsonl: another driver is writing there.*--out"):
+            with records.locked(tmp_path, patience_s=0.1):
+                raise AssertionError("two drivers hold one file")
+        with records.locked(tmp_path / "rows.job.jsonl", patience_s=0.1):
+            records.append(tmp_path, row)
+    assert [p.name for p in tmp_path.iterdir()] == [records.ROWS_FILE]  # the empty one is gone
+    with records.locked(tmp_path, patience_s=0.1):
+        pass
     assert records.load(tmp_path) == [row]
+
+
+@pytest.mark.parametrize("room", [0, 1, 500])
+def test_a_full_disk_loses_nothing(tmp_path, row, room):
     records.append(tmp_path, row)
-    assert records.load(tmp_path) == [row, row]
+    before = (tmp_path / records.ROWS_FILE).read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + room, hard))
+    try:
+        with pytest.raises(records.CannotWrite, match=r"rows\.jsonl: can't be written: File too large"):
+            records.append(tmp_path, row)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / records.ROWS_FILE).read_bytes() == before
 
 
 def test_a_bad_line_is_named(tmp_path, row):
@@ -80,13 +131,17 @@ def test_the_median_of_slowest_ranks():
     assert samples == [20, 20, 20, 20, 10] and made.median_us == 20
 
 
-def test_measured_wants_the_same_code_and_node(row):
-    assert records.measured([row], "synthetic000", row.node) == {row.point}
-    assert records.measured([row], "another", row.node) == set()
-    assert records.measured([row], "synthetic000", "another") == set()
-    assert (
-        records.measured([dataclasses.replace(row, status="skipped", samples_us=[])], "synthetic000", row.node) == set()
-    )
+def test_measured_wants_the_same_code_node_and_versions(row):
+    runs = {"torch": "2.11.0", "triton": "3.6.0", "nccl": "2.28.9", "matplotlib": "3.11"}
+    row = dataclasses.replace(row, provenance={**row.provenance, "versions": runs})
+    here = ("synthetic000", row.node, {**runs, "matplotlib": "3.12"})
+    assert records.measured([row], *here) == {row.point}
+    assert records.measured([row], "another", *here[1:]) == records.measured([row], here[0], "another", here[2]) == set()
+    for name in ("torch", "triton", "nccl"):
+        assert records.measured([row], *here[:2], {**runs, name: "9"}) == set()
+        assert records.measured([row], *here[:2], {k: v for k, v in runs.items() if k != name}) == set()
+    skipped = dataclasses.replace(row, status="skipped", samples_us=[])
+    assert records.measured([skipped], *here) == set()
 
 
 def test_frame_keeps_every_field(row):

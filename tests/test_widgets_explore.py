@@ -81,11 +81,11 @@ def test_a_state_goes_through_yaml_and_refuses_typos():
 
 @pytest.mark.parametrize("way", ["one_launch/symmetric", "staged/collective", "vllm/collective"])
 def test_a_state_is_a_grid_that_the_sweep_expands(way):
-    from m3cp import sweep
+    from m3cp import grid as planning
 
     queries = "gathered" if way.startswith("vllm") else "replicated"  # all that an engine has
     state = dataclasses.replace(START, way=way, batch=4, mix="log_uniform", world=4, queries=queries)
-    points = sweep.expand(explore.sweep_axes(state), device="cpu")
+    points = planning.expand(explore.sweep_axes(state), device="cpu")
     assert {(p.context_tokens, p.batch, p.mix, p.dtype) for p in points} == {(131_072, 4, "log_uniform", "bf16")}
     (cp,) = [p for p in points if p.arm.endswith("cp")]
     kernels, _, exchange = way.partition("/")
