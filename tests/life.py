@@ -5,11 +5,12 @@ Each function is a whole kind of fault. Names are the cases' own.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from problems import Problem, assert_ids, build, oracle
 
 from m3cp import keys, reference
-from m3cp.decode import TPDecode
+from m3cp.decode import CPLocal, TPDecode
 from m3cp.shapes import IndexerShape
 from m3cp.shard import Shard
 from m3cp.testing import select_virtual
@@ -232,11 +233,63 @@ def n06_infinities_are_chosen_once(device="cpu"):
     scores = torch.arange(32) * 0.5 - 8
     scores[[2, 9, 17, 30]] = float("inf")
     scores[[4, 5]] = float("-inf")
-    for topk in (1, 3, 8, 12, 16, 31):
+    for topk in (1, 3, 8, 12, 16, 31, 32):
         for world in WORLDS:
             assert by_scores(scores, topk, world, device) == best_of(scores, topk), (topk, world)
     assert by_scores(scores, 4, 4, device) == [2, 9, 17, 30]
     assert by_scores(scores[:12], 16, 4, device)[:12] == list(range(12))
+
+
+def g08_padding_of_a_bucket_changes_nothing(device="cpu"):
+    """Metadata sized for the requests there are, a graph for its bucket's rows, and rubbish in the rows between."""
+    shape = IndexerShape(topk=4)
+    bound = 128 * 9
+    for query_len in (1, 4):
+        real = build(shape, [(37 * i) % (bound - 3) + 4 for i in range(100)], query_len, max_context=bound, seed=query_len).to(device)
+        table = torch.full((112, bound // 128), 1 << 20, dtype=torch.int32, device=device)
+        table[::2, 3:] = -7
+        table[:100] = real.block_table
+        lens = torch.zeros(112, dtype=torch.int32, device=device)
+        lens[:100] = real.seq_lens
+        q = torch.full((112 * query_len, 4, 128), float("nan"), dtype=torch.bfloat16, device=device)
+        q[: 100 * query_len] = real.q
+        for world in (1, 2):
+            shard = Shard(0, world, 4)
+            made = [TPDecode(shape, shard, **real.bounds(max_requests=112))] + [CPLocal(shape, shard, **real.bounds(max_requests=112))] * (world == 1)
+            for decode in made:
+                mine = slice(0, shard.local_heads) if isinstance(decode, TPDecode) else slice(0, 4)
+                given = q[:, mine].contiguous()
+                alone = decode(given[: 100 * query_len], *real.tensors[1:], query_len=query_len).clone()
+                assert_ids(alone, oracle(real.to("cpu"))[mine])
+                padded = decode(given, real.cache, table, lens, query_len=query_len)
+                assert torch.equal(padded[:, : 100 * query_len], alone) and bool((padded[:, 100 * query_len :] == -1).all())
+                unwritten = decode(given, real.cache, torch.full_like(table, 1 << 20), torch.full_like(lens, bound), query_len=query_len)
+                assert bool((unwritten[:, query_len - 1 :: query_len] == torch.tensor([0, 1, 2, 8], device=device)).all())
+                decode.check()
+                more = torch.zeros(113, dtype=torch.int32, device=device)
+                try:
+                    decode(given, real.cache, table, more, query_len=query_len)
+                except ValueError as error:
+                    assert "seq_lens of 113 requests: the buffers hold max_requests=112" in str(error)
+                else:
+                    raise AssertionError("more requests than the buffers hold were accepted")
+
+
+def m01_pages_beyond_two_to_the_31_elements(device="cpu"):
+    """A page id times a stride in 32 bits; fp8's bytes reach it at half the size. Memory that nobody writes costs nothing."""
+    shape = IndexerShape(topk=1, local_blocks=0)
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16):
+        small = build(shape, [128 * 3], page_slots=1, dtype=dtype)
+        size = 131_074 * 128 * 128 * dtype.itemsize
+        raw = torch.from_numpy(np.zeros(size, np.uint8)) if str(device) == "cpu" else torch.zeros(size, dtype=torch.uint8, device=device)
+        cache = raw.view(dtype).view(131_074, 128, 128)
+        cache[131_071:] = small.cache[small.block_table[0].long()].to(device)
+        table = torch.arange(131_071, 131_074, dtype=torch.int32, device=device)[None]
+        q, lens = small.q.to(device), small.seq_lens.to(device)
+        for path, world in (("tp", 1), ("cp", 4)):
+            given = dict(shape=shape, world=world, path=path, max_context=small.max_context)
+            assert_ids(select_virtual(q, cache, table, lens, **given).cpu(), oracle(small), f"{dtype}, {path} of {world}")
+        del raw, cache
 
 
 def m02_caches_may_be_slices(device="cpu"):
@@ -300,6 +353,8 @@ CASES_FROM_LIFE = [
     x07_fewer_candidates_than_topk,
     n02_zeros_of_both_signs_are_one_score,
     n06_infinities_are_chosen_once,
+    g08_padding_of_a_bucket_changes_nothing,
+    m01_pages_beyond_two_to_the_31_elements,
     m02_caches_may_be_slices,
     m07_the_highest_block_is_returned_as_itself,
 ]

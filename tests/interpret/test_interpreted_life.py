@@ -9,6 +9,7 @@ SMALL = [
     life.k13_a_draft_token_is_seen_from_its_own_row_on,
     life.x07_fewer_candidates_than_topk,
     life.n02_zeros_of_both_signs_are_one_score,
+    life.m01_pages_beyond_two_to_the_31_elements,
 ]
 
 
