@@ -176,6 +176,44 @@ def test_a_shard_that_does_not_fit_is_refused(ranks):
             assert text.startswith("q of shape") and (f"heads={4 // world}" in text or "3 dimensions" in text)
 
 
+def first_call(rank, kind, batch):
+    """G06: warm-up alone sets transports up, for small and large payloads; then the first call. Its ids, the right ones, and payload bytes."""
+    shape = IndexerShape(topk=4)
+    shard = Shard(rank, dist.get_world_size(), 4)
+    problem = build(shape, [128 * 6, 128 * 5 + 3, 700], seed=6)
+    several = torch.arange(batch) % 3
+    bounds = problem.bounds(max_requests=512)
+    cp = CPDecode(shape, shard, exchange=exchange_of(kind), **bounds)
+    gather, warmed = cp._gather, []
+    cp._gather = lambda out, payload: warmed.append(payload.numel() * payload.element_size()) or gather(out, payload)
+    cp.warmup()
+    cp._gather = gather
+
+    def too_late(*args, **named):
+        raise AssertionError("a transport was set up after warm-up, where a capture would stand")
+
+    for owner, name in ((dist, "new_group"), (exchange_module, "_host_shared"), (SymmetricExchange, "allocate"), (SymmetricExchange, "attach"), (CollectiveExchange, "attach")):
+        setattr(owner, name, too_late)
+    given = (problem.heads(shard.owned_heads)[several], problem.cache, problem.block_table[several], problem.seq_lens[several])
+    ids = cp(*given).clone()
+    cp.check()
+    return ids, oracle(problem)[shard.owned_heads.start : shard.owned_heads.stop, several], sorted(set(warmed))
+
+
+@pytest.mark.parametrize("kind", ["group", "callable", "symmetric"])
+@pytest.mark.parametrize("batch", [1, 512])
+def test_the_first_call_of_fresh_processes_finds_its_transport_warm(kind, batch):
+    own = Ranks(2)
+    try:
+        answers = own.run(first_call, kind, batch)
+    finally:
+        own.close()
+    keys, queries = 4 * 4 * 8, 2 * 128 * 2  # bytes a request: four heads of four keys; two owned heads' queries
+    for ids, expect, warmed in answers:
+        assert_ids(ids, expect, f"{kind}, batch {batch}")
+        assert {keys, queries, 512 * keys, 512 * queries} <= set(warmed), "both ends of what a call can send were warmed"
+
+
 def stale(rank):
     """Two objects, batches of changing size: what one call leaves never shows in the next."""
     poison_fresh_memory(0xFF)

@@ -44,23 +44,20 @@ def report(request):
     """{name: "ok" or what went wrong}, of as many ranks as `params` says."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
-        env = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={request.param}",
-            __file__,
-            str(path),
-        ]
-        done = subprocess.run(command, env=env, timeout=LIMIT_S, capture_output=True, text=True)
+        done = torchrun(request.param, path)
         if not path.exists():
             pytest.fail(f"torchrun ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
         return json.loads(path.read_text())
+
+
+def torchrun(ranks: int, *given) -> subprocess.CompletedProcess:
+    """This file as `ranks` fresh processes, with `given` on their command line."""
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__, *map(str, given)]
+    return subprocess.run(command, env=env, timeout=LIMIT_S, capture_output=True, text=True)
 
 
 @pytest.mark.gpu
@@ -70,6 +67,51 @@ def test_ranks(report, name):
     if found.startswith("rank 0: skipped: "):
         pytest.skip(found.splitlines()[0].removeprefix("rank 0: skipped: "))
     assert found == "ok", found
+
+
+@pytest.mark.multigpu(gpus=2)
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 512])
+@pytest.mark.parametrize("form, exchange", [("staged", "collective"), ("staged", "symmetric"), ("two_launch", "symmetric"), ("one_launch", "symmetric")])
+def test_the_first_call_of_fresh_processes_is_inside_a_capture(form, exchange, batch):
+    """G06: refused in words without warm-up, right after it; the group's first collective is warm-up's own."""
+    done = torchrun(2, "fresh", form, exchange, batch)
+    assert done.returncode == 0 and done.stdout.count("right") == 2, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+
+
+def fresh(form: str, exchange: str, batch: str) -> None:
+    """One rank of that test. No device is given to the group: NCCL would connect at the first collective."""
+    import torch
+    import torch.distributed as dist
+    from graphs import capture
+    from problems import assert_ids
+
+    from m3cp import reference
+
+    rank, requests = int(os.environ["LOCAL_RANK"]), int(batch)
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl")
+    problem = problem_of(4, 1)
+    expect = reference.select_blocks(*problem.tensors, shape=problem.shape).cpu()
+    several = [torch.arange(requests, device="cuda") % len(CONTEXTS)]
+    q, table, lens = problem.q[several], problem.block_table[several], problem.seq_lens[several]
+    decode, shard = object_of(problem, rank, dist.get_world_size(), form, exchange, "gathered", max_requests=512)
+    q = q[:, shard.owned_heads.start : shard.owned_heads.stop].contiguous()
+    out = torch.full((shard.local_heads, requests, problem.shape.topk), -7, dtype=torch.int32, device="cuda")
+    try:
+        capture(decode, q, problem.cache, table, lens, out=out)
+    except RuntimeError as error:
+        assert "call warmup" in str(error), error
+    else:
+        raise AssertionError("captured without warm-up")
+    torch.cuda.synchronize()
+    decode.warmup()
+    capture(decode, q, problem.cache, table, lens, out=out).replay()
+    decode.check()
+    assert_ids(out, expect[shard.owned_heads.start : shard.owned_heads.stop, several[0].cpu()], f"{form}, {exchange}, batch {batch}")
+    print("right", flush=True)
+    dist.barrier()
+    os._exit(0)  # a group with captured collectives does not go away
 
 
 def main(path: str) -> None:
@@ -115,14 +157,14 @@ def problem_of(heads: int, query_len: int):
     )
 
 
-def object_of(problem, rank, world, form, exchange, queries):
+def object_of(problem, rank, world, form, exchange, queries, **changes):
     from m3cp.decode import CPDecode
     from m3cp.exchange import CollectiveExchange, SymmetricExchange
     from m3cp.shard import Shard
 
     shard = Shard(rank, world, problem.shape.heads)
     kind = {"collective": CollectiveExchange, "symmetric": SymmetricExchange}[exchange]()
-    return CPDecode(problem.shape, shard, exchange=kind, queries=queries, form=form, **problem.bounds()), shard
+    return CPDecode(problem.shape, shard, exchange=kind, queries=queries, form=form, **problem.bounds(**changes)), shard
 
 
 def run_decode(rank, world, form, exchange, queries, heads, query_len):
@@ -212,7 +254,7 @@ def run_heads_differ(rank, world):
 
 
 def run_capture_after_collectives(rank, world):
-    """G04: thirty eager collectives right before a capture, repeated."""
+    """G04: thirty eager collectives right before a capture, a hundred times."""
     import torch
     import torch.distributed as dist
     from graphs import capture
@@ -223,7 +265,7 @@ def run_capture_after_collectives(rank, world):
     q = problem.heads(shard.owned_heads)
     noise = torch.ones(1024, device="cuda")
     out = torch.empty(shard.local_heads, problem.tokens, problem.shape.topk, dtype=torch.int32, device="cuda")
-    for _ in range(10):
+    for _ in range(100):
         for _ in range(30):
             dist.all_reduce(noise)
         capture(decode, q, *problem.tensors[1:], out=out).replay()
@@ -314,4 +356,4 @@ def run_group_size(rank, world):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    fresh(*sys.argv[2:]) if sys.argv[1] == "fresh" else main(sys.argv[1])
