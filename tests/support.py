@@ -1,4 +1,7 @@
-"""What is supported in which form, and the test that shows it: the README's table is made of this. `python tests/support.py` prints it."""
+"""What is supported in which form, and the cases from life, each with the tests that show it; `python tests/support.py` prints both.
+
+The README's table is made of the first.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,51 @@ ROWS: list[tuple[str, str, str, str, str]] = [
 ]  # fmt: skip
 
 
+# Failures that people hit in systems like this one: what, and the tests of that whole kind of fault. A case's function in
+# life.py is run by test_life.py, and by test_gpu_life.py on a device.
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "K01": ("padding rows with draft tokens", ("life.py::k01_padding_rows_of_draft_tokens", "test_gpu_kernels.py::test_short_and_padding_rows_with_huge_lengths_next_to_them")),
+    "K02": ("lengths without the draft tokens", ("life.py::k02_lengths_include_the_draft_tokens",)),
+    "K05": ("more ties than a tie buffer holds", ("life.py::k05_ties_overflow_no_buffer",)),
+    "K08": ("a needle beyond 128k lost", ("life.py::k08_a_needle_anywhere_is_found",)),
+    "K10": ("table read a token, or first tokens alone scored", ("life.py::k10_any_token_of_a_block_may_hold_its_maximum",)),
+    "K13": ("a mutation test that cannot fail", ("life.py::k13_a_draft_token_is_seen_from_its_own_row_on", "test_life.py::test_where_the_mask_of_the_longest_row_can_be_seen", "test_life.py::test_mutants_fail_the_table_of_cases", "test_interpreted_mutants.py::test_a_broken_kernel_is_noticed")),
+    "X02": ("several sources of the world size", ("test_gloo.py::test_a_shard_that_does_not_fit_is_refused", "test_options.py::test_options_build_what_they_say", "test_arguments.py::test_calls_name_what_is_wrong", "test_gpu_ranks.py::run_group_size")),
+    "X05": ("a rank with nothing to do leaves early", ("test_gloo.py::test_ranks_with_different_row_counts_all_raise_before_any_collective", "test_whole_step.py::test_ranks_whose_decode_rows_differ_all_raise")),
+    "X07": ("fewer candidates than topk", ("life.py::x07_fewer_candidates_than_topk",)),
+    "X10": ("int64 keys through 32-bit transports", ("test_gloo.py::test_keys_travel_bit_for_bit",)),
+    "X14": ("one rank raises, the others wait", ("test_sweep.py::test_a_rank_with_a_bad_table_is_named_and_no_rank_is_left", "test_sweep.py::test_a_rank_that_dies_before_its_first_exchange_is_named_and_no_rank_is_left")),
+    "G01": ("captured on one block, replayed at 128k", ("test_gpu_capture.py::test_captured_on_one_block_and_replayed_at_any_length", "test_reference.py::test_every_world_chooses_alike")),
+    "G04": ("forbidden inside a capture", ("test_gpu_capture.py::test_captured_on_one_block_and_replayed_at_any_length", "test_gpu_capture.py::test_a_call_neither_allocates_nor_synchronises", "test_gpu_ranks.py::run_capture_after_collectives")),
+    "G06": ("first collective inside a capture", ("test_gpu_ranks.py::test_the_first_call_of_fresh_processes_is_inside_a_capture", "test_gpu_capture.py::test_capture_before_warmup_raises", "test_gloo.py::test_the_first_call_of_fresh_processes_finds_its_transport_warm")),
+    "G08": ("rubbish in a bucket's padding", ("life.py::g08_padding_of_a_bucket_changes_nothing", "test_gpu_capture.py::test_a_bucket_larger_than_the_batch_with_rubbish_in_its_padding")),
+    "N02": ("negative zero", ("life.py::n02_zeros_of_both_signs_are_one_score", "test_keys.py::test_codes_order_as_scores_do")),
+    "N03": ("fp8 formats, labels, scales", ("test_cache_types.py::test_one_byte_means_different_numbers", "test_cache_types.py::test_bytes_are_read_in_the_stated_format", "test_cache_types.py::test_bytes_without_a_format_are_refused", "test_cache_types.py::test_scales_touch_returned_scores_only", "test_options.py::test_names_of_cache_types")),
+    "N06": ("traps of the interpreter and of topk", ("life.py::n06_infinities_are_chosen_once", "test_interpreted_kernels.py::test_the_interpreters_bf16_dot_is_still_wrong", "test_interpreted_kernels.py::test_with_tritons_own_sort")),
+    "M01": ("page times stride beyond 2**31", ("life.py::m01_pages_beyond_two_to_the_31_elements", "test_gpu_kernels.py::test_pages_beyond_two_to_the_31_elements", "test_gpu_kernels.py::test_score_rows_beyond_two_to_the_31_elements")),
+    "M02": ("sliced caches", ("life.py::m02_caches_may_be_slices",)),
+    "M07": ("lengths, table and key widths disagree", ("life.py::m07_the_highest_block_is_returned_as_itself", "test_keys.py::test_every_block_id_of_the_longest_context_comes_back", "test_gpu_capture.py::test_the_longest_bound_gives_the_highest_ids")),
+    "C05": ("ranks and heads", ("test_shard.py::test_heads_of_m3", "test_shard.py::test_worlds_that_do_not_fit_are_refused_by_name", "test_shard.py::test_heads_are_owned_in_runs_and_replicas_share", "test_reference.py::test_every_world_chooses_alike")),
+    "C09": ("page size is not the block", ("test_arguments.py::test_a_cache_of_the_wrong_page_size_names_the_block", "test_shapes.py::test_shapes_name_what_is_wrong")),
+    "B02": ("warm caches and constant inputs", ("test_timing.py::test_one_cache_of_8_mib_on_a_50_mib_cache_is_never_called_cold", "test_timing.py::test_a_rate_above_the_memorys_peak_is_refused", "test_inputs.py::test_constant_inputs_are_refused_for_timing", "test_sweep.py::test_constant_keys_are_never_timed")),
+    "B04": ("rank 0's clock alone", ("test_timing.py::test_a_sample_is_the_slowest_rank_of_the_same_iteration", "test_records.py::test_the_median_of_slowest_ranks")),
+    "B05": ("uniform lengths alone", ("test_fit.py::test_b05_ragged_and_uniform_rows_never_share_a_label", "test_fit.py::test_b05_the_published_skewed_row", "test_sweep.py::test_the_default_gpu_grid_is_what_the_issue_asks_for")),
+    "B06": ("both arms the same code", ("test_fit.py::test_b06_one_edited_row_is_rejected_from_the_fit", "test_fit.py::test_b06_both_arms_the_same_code", "test_sweep.py::test_two_arms_that_ran_the_same_path_are_an_error")),
+    "P02": ("failures that exit 0", ("test_notebook_10.py::test_a_point_that_failed_fails_the_notebook_after_its_table", "test_notebook_20.py::test_failures_that_may_exit_0")),
+    "P03": ("killed, or children left behind", ("test_kills.py::test_a_hundred_kills_at_random_moments", "test_sweep.py::test_workers_die_with_the_launcher")),
+    "P06": ("widgets that are only text", ("test_notebook_20.py::test_it_runs_headless_and_without_ipywidgets",)),
+    "F01": ("badly scaled parameters", ("test_fit.py::test_f01_units_do_not_matter", "test_fit.py::test_f01_what_never_varies_is_reported_and_not_invented")),
+    "F02": ("a parameter that is zero", ("test_fit.py::test_f02_errors_are_right_where_a_parameter_is_zero", "test_fit.py::test_f02_a_cost_that_fits_to_zero_has_a_finite_interval_the_right_way_round")),
+    "F05": ("one line through a switch", ("test_fit.py::test_f05_a_transport_switch_shows_in_the_residuals", "test_fit.py::test_f05_beyond_the_fitted_range_is_marked")),
+}  # fmt: skip
+
+
+def case_table() -> str:
+    """The cases from life and their tests, as Markdown."""
+    lines = ["| case | what went wrong elsewhere | tests |", "| --- | --- | --- |"]
+    return "\n".join(lines + [f"| {case} | {what} | {', '.join(f'`{name}`' for name in tests)} |" for case, (what, tests) in CASES.items()])
+
+
 def table() -> str:
     """The table as Markdown."""
     lines = ["| what | staged | one and two launches | shown by |", "| --- | --- | --- | --- |"]
@@ -33,4 +81,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    print(table())
+    print(table(), case_table(), sep="\n\n")
