@@ -8,12 +8,12 @@ SETUP = $(PYTHON) tools/setup.py --torch "$(TORCH)" $(if $(filter file,$(origin 
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help ready setup doctor test sweep figures report lab page test-gpu clean
+.PHONY: help ready setup doctor test sweep node mi355x figures report lab page test-gpu clean
 
 help:
 	@echo "m3cp: where does context-parallel decode indexing beat tensor parallelism, on this machine?"
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo "Each target sets up .venv by itself when that is missing. Options: PYTHON=python3.12, TORCH=cpu|cuda|present,"
 	@echo "ARGS='...' for the m3cp command behind a target."
@@ -38,6 +38,12 @@ test: ready ## prove that the selection is right (CPU suite, under 10 minutes)
 
 sweep: ready ## measure this machine, fit, draw the map; ends with the figures' paths (minutes)
 	@$(PY) -m m3cp.cli sweep --fit $(ARGS)
+
+node: ready ## a first run on any node: every step in rising risk, one archive, one page (run again until done)
+	@$(PY) -m m3cp.cli node $(ARGS)
+
+mi355x: ready ## the same on four MI355X, in one stretch of at most 15 minutes
+	@$(PY) -m m3cp.cli node --name mi355x --minutes 15 $(ARGS)
 
 figures: ready ## draw the figures again from the rows that are here
 	@$(PY) -m m3cp.cli fit $(ARGS)

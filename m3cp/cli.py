@@ -101,6 +101,28 @@ def sweep(
 
 
 @app.command()
+def node(
+    name: Annotated[str, typer.Option(help="Of the run's folder and of its archive.")] = "node",
+    out: Annotated[Path | None, typer.Option(help="The run's folder; default: one a code version, in data/runs.")] = None,
+    minutes: Annotated[float, typer.Option(help="At most so long now; the same command goes on where it stopped.")] = 9.0,
+    retry: Annotated[bool, typer.Option("--retry", help="Try steps again that failed or were left out.")] = False,
+    only: Annotated[str | None, typer.Option(help="Steps, with commas between them; default: all.")] = None,
+    device: Device = None,
+) -> None:
+    """Everything that a first run on a node should do, in rising risk, each step under a watchdog; one archive, one page.
+
+    Exit status 1 when a step failed (the rest is usable), 2 when the time was up before the end.
+    """
+    from m3cp import kit
+
+    try:
+        raise typer.Exit(kit.main(name, out, minutes, retry, only.split(",") if only else (), device))
+    except ValueError as error:
+        typer.echo(f"m3cp node: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
 def fit(
     run: Annotated[
         str, typer.Argument(help="A run's folder or name; default: the latest here, else a recorded one.")

@@ -19,31 +19,46 @@ def analyse(run: Path) -> list[str]:
     Raises:
         kit.LeftOut: nothing was measured yet.
     """
-    from m3cp import crossover, frames, heldout, plots
-    from m3cp import fit as fitting
+    from m3cp import plots
 
     stamp = {"run": run.name, "commit": "unknown", "folder": run / "figures"}
     lines = _node_figures(run, stamp, plots)
-    if not (run / records.ROWS_FILE).exists():
-        if lines:
-            return lines
+    for folder, name in ((run, ""), (run / kit.PUBLISHED, "published shapes: ")):
+        if (folder / records.ROWS_FILE).exists():
+            lines += [f"{name}{line}" for line in _rows(folder, run)]
+    if not lines:
         raise kit.LeftOut("nothing was measured yet")
-    here = frames.load_run(str(run))
-    stamp["commit"] = here.commit
+    return lines + [f"{len(sorted((run / 'figures').glob('*.svg')))} figures"]
+
+
+def _rows(folder: Path, run: Path) -> list[str]:
+    """Maps, curves, pairs and errors of one folder's rows; `run` gets the figures and the table."""
+    from m3cp import crossover, frames, heldout, plots
+    from m3cp import fit as fitting
+
+    here = frames.load_run(str(folder))
+    prefix = "" if folder == run else f"{folder.name}_"
+    stamp = {"run": run.name, "commit": here.commit, "folder": run / "figures"}
     found = crossover.comparisons(here.frame, fitting.ALL_TERMS)
+    lines, answers = [], []
     for number, grid in enumerate(crossover.grids(found)):
-        plots.save(plots.maps([plots.panel(grid, here.title)], f"Where CP beats TP: {grid.name}"), f"map_{number}", **stamp)
-        lines += [f"{grid.name}: {answer.text}" for answer in (*grid.measured, *grid.model)]
+        first = grid.pairs.iloc[0]
+        name = f"{plots.arm_name({k: first[k] for k in crossover.VARIANT})}, P = {first['world']}, {first['dtype']}, {first['cache_state']}"
+        title = f"Where CP beats TP{', published shapes' if prefix else ''}"
+        plots.save(plots.maps([plots.panel(grid, here.title)], title), f"{prefix}map_{number}", **stamp)
+        lines += [f"{name}: {answer.text}" for answer in (*grid.measured, *grid.model)]
+        answers += [f"{name}: {answer.text}" for answer in grid.measured]
+    kit.write(folder / "answers.json", answers)
     for name, rows, models in crossover.curve_sets(here.frame):
-        plots.save(plots.curves(rows, models, here.source), f"curves_{name}", **stamp)
-    table = crossover.pair_table(found) if found else None
-    if table is not None:
-        (run / "pairs.html").write_text(table.to_html() if hasattr(table, "to_html") else str(table))
+        plots.save(plots.curves(rows, models, here.source), f"{prefix}curves_{name}", **stamp)
+    if found:
+        table = crossover.pair_table(found)
+        (run / f"{prefix}pairs.html").write_text(table.to_html())
     try:
         lines += heldout.markdown(here.frame).splitlines()
     except ValueError as error:  # too few rows of any arm to leave some out
         lines.append(f"no errors of the model: {error}")
-    return lines + [f"{len(sorted((run / 'figures').glob('*.svg')))} figures"]
+    return lines
 
 
 def _node_figures(run: Path, stamp: dict[str, Any], plots: Any) -> list[str]:
@@ -78,7 +93,9 @@ def page(run: Path) -> Path:
     parts += _section("Words between GPUs", [_pairs(kit.read(run / "pingpong.json"))])
     parts += _section("What a graph's node costs", [_gaps(run)])
     parts += _section("What compilers made", [_resources(kit.read(run / "resources.json"))])
-    parts += _section("Measured, CP beside TP", [(run / "pairs.html").read_text() if (run / "pairs.html").exists() else ""])
+    answers = [line for folder in (run, run / kit.PUBLISHED) for line in kit.read(folder / "answers.json") or []]
+    parts += _section("Break-even, measured", [f"<p>{_e(line)}</p>" for line in answers])
+    parts += _section("Measured, CP beside TP", [path.read_text() for path in sorted(run.glob("*pairs.html"))])
     figures = sorted((run / "figures").glob("*.svg"))
     parts += _section("Figures", [_figure(path) for path in figures])
     doctor = run / "doctor.txt"
@@ -112,9 +129,9 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def _verdict(run: Path, state: kit.State) -> str:
     """The first thing a reader wants: is there an answer, and what stands in its way."""
     refused = [v.text for v in trust.load(run / trust.FILE) if not v.trusted]
-    measured = [line for line in state.steps.get("fit", kit.Record()).lines if "cached tokens" in line or "break" in line.lower()]
+    measured = kit.read(run / "answers.json") or []
     failed = [name for name, record in state.steps.items() if record.status == kit.FAILED]
-    words = measured[:1] or ["No CP row meets a TP row yet: no break-even."]
+    words = [f"{line}." for line in measured[:3]] or ["No CP row meets a TP row yet: no break-even."]
     words += refused
     words += [f"Failed: {', '.join(failed)}; the rest is usable."] if failed else []
     return " ".join(words)
@@ -124,10 +141,10 @@ def _steps(state: kit.State) -> str:
     rows = []
     for step in kit.STEPS:
         record = state.steps.get(step.name)
-        if record is None:
+        if record is None or step.name == "page":
             continue
         colour = STEP_COLOURS.get(record.status, "#1d1d1d")
-        words = record.why or (record.lines[0] if record.lines else "")
+        words = record.why or (record.lines[-1] if record.lines else "")
         more = f"<details><summary>what it said</summary><pre>{_e(chr(10).join(record.lines))}</pre></details>" if len(record.lines) > 1 else ""
         rows.append(
             f"<tr><td>{_e(step.title)}</td><td class='status' style='color:{colour}'>{_e(record.status)}</td>"

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from m3cp import doctor, ranks, records, traffic
+from m3cp import doctor, ranks, records, traffic, trust
 from m3cp import grid as planning
 from m3cp.grid import Group, Plan
 from m3cp.ranks import WorkersFailed, launch
@@ -228,10 +228,13 @@ def main(
     provenance["command"] = "m3cp sweep" if grid is None else "m3cp sweep GRID"
     with contextlib.nullcontext() if dry_run else records.locked(out / rows) as held:
         known, said = _known(out, set(points), facts["node"], provenance)
+        known = set() if remeasure else known
+        asks = device == "cuda" and not dry_run
+        refused = trust.refusals([p for p in points if p not in known], facts["node"], count, out) if asks else {}
         plan = planning.make_plan(
-            points, device=device, ranks=count, known=set() if remeasure else known,
-            memory_bytes=gpus[0].memory_bytes if gpus else None,
+            [p for p in points if p not in refused], device=device, ranks=count, known=known, memory_bytes=gpus[0].memory_bytes if gpus else None,
         )  # fmt: skip
+        plan.skipped |= refused
         _announce(plan, device, out)
         if dry_run:
             for group in plan.groups:

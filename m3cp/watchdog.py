@@ -54,7 +54,7 @@ def run(
                     hung = True
                     break
                 follow(last_words(log, start))
-                time.sleep(0.05 if time.monotonic() - began < 2 else 0.3)
+                time.sleep(min(0.3, 0.01 + (time.monotonic() - began) / 10))
         finally:
             _end_group(process)
     seconds, words = time.monotonic() - began, last_words(log, start)

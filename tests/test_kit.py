@@ -1,0 +1,352 @@
+"""The node kit: faults at every step, stretches, refused forms, the archive; and one rehearsal with real ranks on the CPU."""
+
+import html
+import json
+import re
+import sys
+import tarfile
+import time
+from dataclasses import replace
+
+import pytest
+
+from m3cp import kit, kit_page, pingpong, records, sweep, trust, watchdog
+from m3cp.shapes import Point
+
+PYTHON = [sys.executable, "-I", "-S", "-c"]
+# What a step may do instead of its work, and what the page must say of it.
+FAULTS = {
+    "hang": (["sh", "-c", "echo waiting for rank 2; sleep 60 & sleep 60"], "not done within 1 s, ended; it last said: waiting for rank 2"),
+    "crash": (["sh", "-c", "echo launching; kill -SEGV $$"], "ended by SIGSEGV; it last said: launching"),
+    "abort": (["sh", "-c", "echo Memory access fault by GPU node-2 >&2; kill -ABRT $$"], "ended by SIGABRT; it last said: Memory access fault by GPU node-2"),
+    "device memory": ([*PYTHON, "raise RuntimeError('HIP out of memory. Tried to allocate 32 GiB')"], "out of memory: RuntimeError: HIP out of memory"),
+    "host memory": (["sh", "-c", "kill -KILL $$"], "ended by SIGKILL, as a host out of memory does"),
+    "missing tool": (["no-such-amd-smi"], "could not start no-such-amd-smi: No such file or directory"),
+    "error": (["sh", "-c", "echo rank 1: wrong ids; exit 1"], "exit status 1: rank 1: wrong ids"),
+}  # fmt: skip
+FINE = ["sh", "-c", "true"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Verdicts of these tests stay out of the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def here(tmp_path):
+    """A run's folder that knows four made-up GPUs."""
+    run = tmp_path / "run"
+    kit.write(run / kit.FACTS_FILE, {"device": "cuda", "node": "4x AMD Instinct MI355X", "ranks": 4, "gpus": 4, "arch": "gfx950"})
+    return run
+
+
+def quick(steps=kit.STEPS):
+    """The kit's own steps with limits of a second."""
+    return [replace(s, limit_s=1.0) for s in steps]
+
+
+def go(run, commands, **options):
+    given = {"minutes": 5.0, "steps": quick(), "keep_s": 0.0} | options
+    return kit.stretch(run, "node", command=lambda step, folder, seconds: commands.get(step.name, FINE), **given)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f != "hang"])
+def test_a_fault_in_any_step_leaves_the_rest_usable(here, fault, odd):
+    """Every second step fails, and in the other half of the cases every other one: each step has a fault, each a faulty neighbour."""
+    command, words = FAULTS[fault]
+    faulty = [s.name for s in kit.STEPS][odd::2]
+    state = go(here, dict.fromkeys(faulty, command))
+    assert {n: r.status for n, r in state.steps.items()} == {s.name: kit.FAILED if s.name in faulty else kit.DONE for s in kit.STEPS}
+    assert all(words in state.steps[name].why for name in faulty)
+    with tarfile.open(here / "node.tar.gz") as tar:
+        held = json.load(tar.extractfile("node/kit.json"))
+    assert held["steps"][faulty[0]]["status"] == kit.FAILED
+    assert html.escape(words) in kit_page.page(here).read_text()
+
+
+def test_a_hang_in_every_step_ends_in_time_and_leaves_no_process(here):
+    marks = here / "marks"
+    marks.mkdir(parents=True, exist_ok=True)
+    script = "echo waiting for rank 2; (sleep 5; touch %s) & sleep 60"
+    began = time.monotonic()
+    state = go(here, {s.name: ["sh", "-c", script % (marks / s.name)] for s in kit.STEPS}, steps=[replace(s, limit_s=0.3) for s in kit.STEPS])
+    assert time.monotonic() - began < 30
+    assert {r.status for r in state.steps.values()} == {kit.FAILED} and len(state.steps) == len(kit.STEPS)
+    assert all(re.search("not done within 0 s, ended; it last said: waiting for rank 2", r.why) for r in state.steps.values())
+    time.sleep(5.2)
+    assert list(marks.iterdir()) == [], "what a step started outlived it"
+
+
+@pytest.mark.parametrize("form", trust.FORMS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_form_whose_stress_fails_is_refused_from_then_on(here, form, fault):
+    command, words = FAULTS[fault]
+    go(here, {f"stress_{form}": command}, steps=quick([s for s in kit.STEPS if s.form == form]))
+    for run in (here, here.parent / "another run"):  # beside the run, and for this user
+        verdict = trust.known(form, "4x AMD Instinct MI355X", 2, run)
+        assert not verdict.trusted and words in verdict.text and f"form '{form}' is refused" in verdict.text
+    other = next(f for f in trust.FORMS if f != form)
+    assert trust.known(other, "4x AMD Instinct MI355X", 4, here) is None
+    assert trust.known(form, "2x NVIDIA H200", 2, here) is None
+
+
+def test_a_verdict_is_of_this_code_and_at_least_as_many_ranks(here, monkeypatch):
+    trust.say("one_launch", "2x GPU", 2, here, trusted=True, launches=1000)
+    assert trust.known("one_launch", "2x GPU", 2, here).trusted and trust.known("one_launch", "2x GPU", 1, here).trusted
+    assert trust.known("one_launch", "2x GPU", 4, here) is None
+    monkeypatch.setattr(records, "code_hash", lambda: "another")
+    assert trust.known("one_launch", "2x GPU", 2, here) is None
+
+
+def point(form, world=2, arm="cp"):
+    ways = {"exchange": "symmetric", "queries": "gathered"} if arm == "cp" else {}
+    return Point(8192, 1, arm=arm, form=form, world=world, **ways)
+
+
+def checked(monkeypatch, results):
+    """Stand in for the stress run: `results` says what each form's legs found; returns the forms that were checked."""
+    asked = []
+
+    def run(command, limit_s, log, **options):
+        out, ranks = command[command.index("--out") + 1], int(command[command.index("--ranks") + 1])
+        form = re.search(r"stress_(\w+)\.json", out)[1]
+        asked.append((form, ranks, float(command[command.index("--minutes") + 1])))
+        legs, ended = results[form]
+        if legs is not None:
+            kit.write(log.parent.parent / f"stress_{form}.json", {"legs": legs})
+        return ended
+
+    monkeypatch.setattr(watchdog, "run", run)
+    return asked
+
+
+def leg(**found):
+    return {"leg": "a leg", "launches": 500, "mismatches": 0, "expiries": 0, "error": ""} | found
+
+
+FINE_END = watchdog.Ended(0, 30.0, "")
+
+
+def test_a_gpu_never_seen_is_checked_once_before_one_launch_is_trusted(here, monkeypatch):
+    asked = checked(monkeypatch, {"one_launch": ([leg(), leg()], FINE_END)})
+    points = [point("staged"), point("one_launch"), point("one_launch", 8), point("one_launch", arm="tp")]
+    assert trust.refusals(points, "4x GPU", 4, here) == {}
+    assert asked == [("one_launch", 2, 0.5)]
+    assert trust.known("one_launch", "4x GPU", 2, here).launches == 1000
+    trust.refusals(points, "4x GPU", 4, here)
+    assert len(asked) == 1
+    trust.refusals([point("one_launch", 4)], "4x GPU", 4, here)
+    assert asked[1:] == [("one_launch", 4, 0.5)], "more ranks than were checked"
+    assert trust.refusals([point("staged")], "other GPU", 4, here) == {} and len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    "legs, ended, words",
+    [
+        ([leg(), leg(mismatches=2)], watchdog.Ended(1, 9.0, "exit status 1: x"), "2 mismatches"),
+        ([leg(expiries=1, error="rank 0 found error 2")], FINE_END, "rank 0 found error 2"),
+        ([leg()], watchdog.Ended(-9, 180.0, "not done within 180 s, ended", True), "not done within 180 s"),
+        (None, watchdog.Ended(-11, 3.0, "ended by SIGSEGV"), "ended by SIGSEGV"),
+        ([leg(launches=0)], FINE_END, "ended without a launch"),
+        (None, FINE_END, "ended without a launch"),
+    ],
+)
+def test_what_fails_the_check_refuses_the_points_of_that_form_alone(here, monkeypatch, legs, ended, words):
+    asked = checked(monkeypatch, {"one_launch": (legs, ended), "two_launch": ([leg()], FINE_END)})
+    points = [point("staged"), point("two_launch"), point("one_launch"), point("one_launch", arm="tp")]
+    refused = trust.refusals(points, "4x GPU", 4, here)
+    assert set(refused) == set(points[2:]) and all(words in why and "refused" in why for why in refused.values())
+    assert [form for form, *_ in asked] == ["two_launch", "one_launch"], "in rising risk"
+    assert trust.refusals(points, "4x GPU", 4, here) == refused and len(asked) == 2
+
+
+def test_the_short_stress_names_legs_of_its_form_alone():
+    for form in trust.FORMS:
+        legs = trust.legs(form, 4)
+        assert legs and all(f"/{form}" in words for words in legs)
+        assert {words.split()[0] for words in legs} == {"small", "large", "eager"}
+    one = " ".join(trust.legs("one_launch", 4))
+    assert "gathered" in one and "replicated" in one and "tp/one_launch" in one
+
+
+def test_a_verdict_file_that_is_broken_is_no_verdict(here):
+    (here / trust.FILE).write_text("[{")
+    assert trust.known("one_launch", "4x GPU", 4, here) is None
+    trust.say("one_launch", "4x GPU", 4, here, trusted=True)
+    assert trust.known("one_launch", "4x GPU", 4, here).trusted
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(here, tmp_path, monkeypatch):
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
+    trust.say("one_launch", "4x GPU", 4, here, trusted=False, why="x")
+    assert not trust.known("one_launch", "4x GPU", 4, here).trusted
+
+
+def test_the_next_stretch_goes_on_where_the_last_stopped(here, monkeypatch):
+    """What is done stays done, what was cut goes on, what failed is tried again only when asked; analysis runs each time."""
+    monkeypatch.setattr(kit, "LEAST_S", 1.0)
+    ran = here / "ran"
+
+    def note(name, then="exit 0"):
+        return ["sh", "-c", f"echo {name} >> {ran}; {then}"]
+
+    steps = [replace(s, limit_s=4.0 if s.resumable else 2.0) for s in kit.STEPS if s.name in ("doctor", "staged", "targets", "compilers", "page")]
+    commands = {s.name: note(s.name) for s in steps}
+    commands |= {"staged": note("staged", "exit 1"), "targets": note("targets", f"sleep 1; exit {kit.CUT_STATUS}")}
+    state = go(here, commands, steps=steps, minutes=8 / 60)
+    assert {n: r.status for n, r in state.steps.items()} == {
+        "doctor": kit.DONE, "staged": kit.FAILED, "targets": kit.CUT, "compilers": kit.DONE, "page": kit.DONE,
+    }  # fmt: skip
+    first = ran.read_text().split()
+    assert first[:4] == ["doctor", "staged", "targets", "compilers"] and first[-1] == "page"
+    assert first.count("targets") > 1, "what was cut goes on in the same stretch once the others had their turn"
+    ran.unlink()
+    commands["targets"] = note("targets")
+    state = go(here, commands, steps=steps)
+    assert ran.read_text().split() == ["targets", "page"] and state.steps["targets"].status == kit.DONE and state.stretches == 2
+    ran.unlink()
+    commands["staged"] = note("staged")
+    state = go(here, commands, steps=steps, retry=True)
+    assert ran.read_text().split() == ["staged", "page"] and state.steps["staged"].status == kit.DONE
+
+
+def test_a_step_that_ends_the_kit_twice_is_given_up(here):
+    """The state says `running` where the kit was killed, or the machine went down."""
+    for expected in (kit.DONE, kit.FAILED):
+        state = kit.State.load(here, "node")
+        record = state.steps.setdefault("pingpong", kit.Record())
+        record.status, record.tries = kit.RUNNING, record.tries + (1 if expected == kit.DONE else 2)
+        if expected == kit.FAILED:
+            record.status = kit.RUNNING
+        state.save(here)
+        found = go(here, {}, steps=quick([s for s in kit.STEPS if s.name == "pingpong"])).steps["pingpong"]
+        assert found.status == expected
+    assert "ended within it" in found.why
+
+
+def test_a_stretch_ends_in_its_time(here):
+    commands = {s.name: ["sh", "-c", "sleep 30"] for s in kit.STEPS if not s.always}
+    began = time.monotonic()
+    state = go(here, commands, minutes=4 / 60, steps=[replace(s, limit_s=1.5) for s in kit.STEPS], keep_s=1.0)
+    assert time.monotonic() - began < 8
+    waiting = [r for r in state.steps.values() if r.status == kit.CUT]
+    assert waiting and all("run the same command again" in r.why for r in waiting)
+    assert state.steps["page"].status == kit.DONE, "what is there is shown whatever was not reached"
+
+
+def test_bad_arguments_are_refused_by_name(here):
+    with pytest.raises(ValueError, match=r"minutes=2: must be 4\.3 or more"):
+        kit.stretch(here, "node", 2)
+    with pytest.raises(ValueError, match="only=.*'fitt'.*must be among doctor, footprint"):
+        kit.stretch(here, "node", only=["fitt"])
+    kit.write(here / kit.STATE_FILE, {"name": "node", "code_hash": "other", "stretches": 1, "steps": {}})
+    with pytest.raises(ValueError, match="holds a run of code other"):
+        kit.stretch(here, "node")
+
+
+def test_the_published_shapes_are_all_seventeen_in_the_forms_that_have_them(here):
+    for cache in ("warm", "cold"):
+        points = kit.published_points(kit.facts(here), cache)
+        staged = [p for p in points if (p.arm, p.form) == ("tp", "staged")]
+        assert len(staged) == 17 and all(p.dtype == "fp8_e4m3fn" and p.world == 4 and p.cache == cache for p in staged)
+        assert all((p.shape.init_blocks, p.shape.local_blocks) == (1, 2) for p in points)
+        assert sum(p.mix == "one_long_rest_1k" for p in staged) == 2
+        assert sum((p.arm, p.form) == ("cp", "one_launch") for p in points) == 17
+        assert {p.dtype for p in points} == {"fp8_e4m3fn"}
+        assert sum(p.arm == "sglang_cp" for p in points) == 17
+    assert {(p.context_tokens, p.batch) for p in kit.target_points(kit.facts(here))} == set(kit.TARGETS)
+    assert not [p for p in kit.target_points({**kit.facts(here), "ranks": 1}) if p.arm == "cp"]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_words_go_to_and_fro_between_every_pair(ranks):
+    found = pingpong.run("cpu", ranks)
+    assert [(p["a"], p["b"]) for p in found["pairs"]] == [(a, b) for a in range(ranks) for b in range(a + 1, ranks)]
+    assert all(p["memory"] == "host shared memory" and p["turn_us"] > 0 and len(p["samples_us"]) == pingpong.REPEATS for p in found["pairs"])
+
+
+def test_the_grain_of_memory_in_words(tmp_path):
+    assert [pingpong.grain_of(f) for f in (2, 4, 8, 0)] == ["fine-grained", "coarse-grained", "fine-grained, extended scope", "unknown: flags 0x0"]
+    (tmp_path / "maps").write_text("7f00 r-xp 00 00:00 0 /opt/rocm/lib/libhsa-runtime64.so.1.14\n")
+    assert pingpong.grain(4096, tmp_path / "maps").startswith("unknown: ")
+    (tmp_path / "maps").write_text("")
+    assert pingpong.grain(4096, tmp_path / "maps") == ""
+
+
+def test_coarse_grained_memory_refuses_the_forms_that_poll_it(here, monkeypatch):
+    pairs = [{"a": 0, "b": 1, "turn_us": 3.0, "samples_us": [3.0], "memory": "torch symmetric memory", "grain": pingpong.COARSE, "words": 256}]
+    monkeypatch.setattr(pingpong, "run", lambda *_: {"node": "4x AMD Instinct MI355X", "pairs": pairs})
+    assert kit.run_step("pingpong", here, 60) == 1
+    for form in trust.FORMS:
+        assert "coarse-grained between GPUs 0 to 1" in trust.known(form, "4x AMD Instinct MI355X", 2, here).text
+
+
+def test_a_sweep_skips_a_refused_form_in_words(here, monkeypatch):
+    """The hook in the sweep itself: what is refused is a skipped row that says why, and nothing of it is started."""
+    trust.say("one_launch", "1x A GPU", 1, here, trusted=False, why="2 mismatches")
+    gpu = sweep.doctor.Device(0, "amd", "A GPU", "gfx950", 256, 1 << 38, 1 << 22, 1 << 28)
+    monkeypatch.setattr(sweep.doctor, "sweep_device", lambda asked=None: "cuda")
+    monkeypatch.setattr(sweep.doctor, "devices", lambda: (gpu,))
+    monkeypatch.setattr(sweep.doctor, "provenance", lambda: {"versions": {}})
+    sweep.main([point("one_launch", 1, "tp")], out=here, device="cuda")
+    (row,) = records.load(here)
+    assert row.status == "skipped" and "form 'one_launch' is refused on 1x A GPU" in row.error and "2 mismatches" in row.error
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory):
+    """The kit on this machine's CPU with real steps and ranks, as far as seconds go."""
+    run = tmp_path_factory.mktemp("rehearsal")
+    names = ["doctor", "stress_one_launch", "targets", "fit", "policy", "page"]
+    return run, kit.main("node", run, only=names, device="cpu"), kit.State.of(kit.read(run / kit.STATE_FILE))
+
+
+def test_a_rehearsal_measures_and_decides(rehearsed):
+    run, status, state = rehearsed
+    assert status == 0, [(n, r.why) for n, r in state.steps.items()]
+    assert {n: r.status for n, r in state.steps.items()} == {n: kit.LEFT_OUT if n == "stress_one_launch" else kit.DONE for n in state.steps}
+    assert state.steps["stress_one_launch"].why == "needs GPUs, this is a CPU"
+    rows = records.load(run)
+    assert {r.status for r in rows} == {"ok"} and {r.point.arm for r in rows} == {"tp", "cp", "page_read"}
+
+
+@pytest.mark.slow
+def test_the_kit_runs_whole_on_a_cpu(tmp_path):
+    status = kit.main("node", tmp_path, device="cpu", minutes=20)
+    state = kit.State.of(kit.read(tmp_path / kit.STATE_FILE))
+    assert status == 0, [(n, r.why) for n, r in state.steps.items() if r.status == kit.FAILED]
+    gpu_only = {"engines", "aiter", "stress_two_launch", "stress_one_launch", "published_cold"}
+    assert {n: r.status for n, r in state.steps.items()} == {s.name: kit.LEFT_OUT if s.name in gpu_only else kit.DONE for s in kit.STEPS}
+    assert all("CPU" in state.steps[name].why for name in gpu_only)
+    for folder, init in ((tmp_path, 0), (tmp_path / kit.PUBLISHED, 1)):
+        assert {r.point.shape.init_blocks for r in records.load(folder)} == {init}
+
+
+def test_its_archive_holds_everything(rehearsed):
+    run, _, _ = rehearsed
+    with tarfile.open(run / "node.tar.gz") as tar:
+        names = set(tar.getnames())
+        members = tar.getmembers()
+    wanted = ("rows.jsonl", "provenance.json", "doctor.txt", "kit.json", "facts.json", "policy_cp.json", "index.html", "logs/targets.log")
+    assert {f"node/{name}" for name in wanted} <= names
+    assert any(name.startswith("node/figures/map") for name in names)
+    assert all(m.uname == m.gname == "" and m.uid == 0 for m in members)
+
+
+def test_its_page_stands_alone_and_says_every_step(rehearsed):
+    run, _, state = rehearsed
+    text = (run / "index.html").read_text()
+    assert "data:image/svg+xml" in text and not re.search(r"<(script|link)\b|src='http", text)
+    for step in kit.STEPS:
+        assert (f"<td>{html.escape(step.title)}</td>" in text) == (step.name in state.steps and step.name != "page")
+    assert "needs GPUs, this is a CPU" in text and "<h2>Break-even, measured</h2>" in text
+
+
+def test_running_it_again_measures_nothing_again(rehearsed):
+    run, _, _ = rehearsed
+    before = (run / "rows.jsonl").read_bytes()
+    kit.main("node", run, only=["targets", "page"])
+    assert (run / "rows.jsonl").read_bytes() == before
