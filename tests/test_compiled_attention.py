@@ -1,0 +1,33 @@
+"""Sparse attention's kernels compile for GPUs that are not here: no spills, fit, use the matrix unit."""
+
+import re
+
+import pytest
+import torch
+from test_compiled import MATRIX, TARGETS, assert_sound
+
+from m3cp import compiled
+from m3cp.kernels import attention as attention_op
+from m3cp.kernels import tile
+
+pytestmark = pytest.mark.skipif(tile.INTERPRETED, reason="compiles kernels: run without TRITON_INTERPRET")
+POINTERS = {"q_ptr": "bf16", "k_ptr": "bf16", "v_ptr": "bf16", "table_ptr": "i32", "lens_ptr": "i32", "ids_ptr": "i32", "parts_ptr": "fp32", "lse_ptr": "fp32"}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kv_heads, dtype", [(4, torch.bfloat16), (1, torch.float8_e4m3fn)])
+def test_attention(target, kv_heads, dtype):
+    constants = attention_op.constants(kv_heads, 16, 128, 128, 16, 4)
+    constants |= dict(UNIT=16 // dtype.itemsize, FORMAT=tile.cache_format(dtype), STAGES=attention_op.STAGES, UPCAST=False, scale=0.088)
+    pointers = POINTERS | ({"k_ptr": "u8", "v_ptr": "u8"} if dtype.itemsize == 1 else {})
+    warps = attention_op.WARPS if dtype.itemsize == 2 else attention_op.WARPS_FP8
+    build = compiled.build(attention_op.attention_kernel, pointers, constants, target, num_warps=warps)
+    assert_sound(build)
+    assert len(re.findall(MATRIX[target], build.assembly)) >= 2, "two products on the matrix unit"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_merging_parts(target):
+    pointers = {"parts_ptr": "fp32", "lse_ptr": "fp32", "out_ptr": "bf16"}
+    constants = dict(GROUP=16, DIM=128, SPLITS=16, LANES=16, v_scale=1.0)
+    assert_sound(compiled.build(attention_op.merge_parts_kernel, pointers, constants, target, num_warps=1))
