@@ -135,16 +135,18 @@ def kernels() -> dict[str, tuple]:
     alone = score.constants(shape, shape.heads, shape.heads, 1, 1, 16, cache)
     of_two = score.constants(shape, shape.heads, 2, 2, 1, 16, cache)
 
-    def scoring(dtype: str) -> tuple:
-        # fp8 comes as bytes; which format they are in is a constant.
-        form = tile.E4M3FN.value if dtype == "u8" else tile.NATIVE.value
-        return (score.score_kernel, step | {"cache_ptr": dtype, "scores_ptr": "fp32", "state_ptr": "i64"},
-                alone | dict(FORMAT=form, STAGES=score.STAGES, UPCAST=False), score.WARPS)  # fmt: skip
+    def form(dtype: str) -> int:
+        """How elements are read: fp8 comes as bytes, and which format they are in is a constant."""
+        return tile.E4M3FN.value if dtype == "u8" else tile.NATIVE.value
 
-    def fusing(fixed: dict, phase: int, exchange: bool, gathered: bool, presence: bool = False) -> tuple:
+    def scoring(dtype: str) -> tuple:
+        return (score.score_kernel, step | {"cache_ptr": dtype, "scores_ptr": "fp32", "state_ptr": "i64"},
+                alone | dict(FORMAT=form(dtype), STAGES=score.STAGES, UPCAST=False), score.WARPS)  # fmt: skip
+
+    def fusing(fixed: dict, phase: int, exchange: bool, gathered: bool, presence: bool = False, dtype: str = "bf16") -> tuple:
         options = dict(KEEP=keep, STAGES=fused.STAGES, UPCAST=False, PHASE=phase, EXCHANGE=exchange, GATHER=gathered, PRESENCE=presence)
-        options |= {"FORMAT": tile.NATIVE.value} if "FORMAT" in fused.fused_kernel.arg_names else {}
-        return fused.fused_kernel, step | {"out_ptr": "i32"} | words, fixed | options, fused.WARPS
+        options["FORMAT"] = form(dtype)
+        return fused.fused_kernel, step | {"cache_ptr": dtype, "out_ptr": "i32"} | words, fixed | options, fused.WARPS
 
     chosen = dict(HEADS=shape.heads, BLOCK=shape.block_size, TOPK=shape.topk, KEEP=keep, CHUNK=candidates.CHUNK, PER_BLOCK=0)
     merging = dict(WORLD=4, RANKS=4, TOPK=shape.topk, KEEP=keep, BLOCK=shape.block_size, PER_BLOCK=0)
@@ -164,6 +166,7 @@ def kernels() -> dict[str, tuple]:
         "one launch: TP": fusing(alone, fused.ONE_LAUNCH, False, False),
         "one launch: CP, replicated": fusing(of_two, fused.ONE_LAUNCH, True, False),
         "one launch: CP, gathered": fusing(of_two, fused.ONE_LAUNCH, True, True),
+        "one launch: CP, gathered, fp8": fusing(of_two, fused.ONE_LAUNCH, True, True, dtype="u8"),
     }  # fmt: skip
 
 
@@ -189,7 +192,7 @@ def table(target: str, found: list[Resources]) -> list[str]:
     registers, shared, waves, unit = ("VGPRs", "LDS bytes", "waves", "CU") if amd else ("registers", "shared bytes", "warps", "SM")
     head = (f"{target}: kernel", registers, shared, f"programs/{unit}", f"{waves}/{unit}", "spills", "SGPRs to lanes" if amd else "")
     rows = [(r.kernel, r.registers, r.shared_bytes, r.programs, r.waves, r.spills, r.scalar_spills if amd else "") for r in found]
-    return [f"{name:28}" + "".join(f"{value!s:>16}" for value in rest).rstrip() for name, *rest in (head, *rows)]
+    return [f"{name:30}" + "".join(f"{value!s:>16}" for value in rest).rstrip() for name, *rest in (head, *rows)]
 
 
 def _cubin_resources(cubin: bytes) -> tuple[int, int]:
