@@ -59,6 +59,7 @@ class _Decode:
         self._triton = device.type == "cuda" or tile.INTERPRETED
         self._warm = False
         self._refused = ""  # why calls are refused for good
+        self._way = self.path  # of a call that has a cache
         self._warm_page_sizes: set[int] = set()
         self._buffers: list[torch.Tensor] = []
         if form == "staged":
@@ -190,7 +191,7 @@ class _Decode:
     def _without_cache(self, cache: torch.Tensor | None, ids: torch.Tensor, pages: PageTable | None) -> bool:
         """An engine's profiling run has no cache yet (None, or no pages): all -1, no exchange, and `path` says so."""
         profiling = cache is None or cache.numel() == 0
-        self.path = "profiling" if profiling else type(self).path
+        self.path = "profiling" if profiling else self._way
         if profiling:
             ids.fill_(-1)
             if pages is not None:
@@ -368,7 +369,9 @@ class CPDecode(CPLocal):
         queries: "gathered": each rank is given its own heads' queries and they are gathered; "replicated": each rank
             is given all heads'.
         form: "staged" takes either exchange; "one_launch" and "two_launch" take a SymmetricExchange.
-        threshold_blocks: None: always CP.
+        threshold_blocks: None: always CP. Else, in the forms that are not staged, each call takes TP's path where its
+            requests see at most so many blocks in all, decided on the device, captured or not; `path` is "adaptive",
+            and `counts()` says how often which.
 
     The rest as `TPDecode`. Every rank must call with the same number of rows.
 
@@ -394,7 +397,10 @@ class CPDecode(CPLocal):
         threshold_blocks: int | None = None,
     ):
         require("queries", queries, queries in QUERIES, f"one of {', '.join(QUERIES)}")
-        require("threshold_blocks", threshold_blocks, threshold_blocks is None, "None: no adaptive path exists")
+        if threshold_blocks is not None:
+            require_int("threshold_blocks", threshold_blocks, 0, 2**31 - 1, " blocks")
+            require("threshold_blocks", threshold_blocks, form != "staged", "None for form 'staged', which has no adaptive path")
+            self.path = "adaptive"
         super().__init__(
             shape, shard, max_requests=max_requests, max_query_len=max_query_len, max_context=max_context, device=device,
             cache_dtype=cache_dtype, form=form,
@@ -405,7 +411,7 @@ class CPDecode(CPLocal):
         if form != "staged":
             if not isinstance(exchange, SymmetricExchange):
                 raise ValueError(f"exchange={exchange!r} with form={form!r}: must be a SymmetricExchange")
-            self._fused = _Fused(self, exchange=exchange, gather=gathers)
+            self._fused = _Fused(self, exchange=exchange, gather=gathers, threshold=threshold_blocks)
             self.stages, self.launches = _FUSED_STAGES[form], len(_FUSED_STAGES[form])
             return
         self.stages = [*(["gather_queries"] if gathers else []), "score", "candidates", "gather_keys", "merge"]
@@ -439,6 +445,16 @@ class CPDecode(CPLocal):
         self.exchange.in_flight.end(self.device)
         return ids
 
+    def counts(self) -> dict[str, int]:
+        """Calls so far of an adaptive object by path, from the device (synchronises): "tp" holds those that read no key.
+
+        Raises:
+            ValueError: without `threshold_blocks`.
+        """
+        require("threshold_blocks", None, self._way == "adaptive", "a number of blocks: this object always takes CP's path")
+        exchanged, launches = self._fused.memory.counters[:, 0].tolist()
+        return {"cp": exchanged, "tp": launches - exchanged}
+
     def _staged(self, q, cache, block_table, seq_lens, query_len: int, ids: torch.Tensor, emit: Emission | None) -> None:
         tokens = ids.shape[1]
         if self.queries == "gathered":
@@ -461,15 +477,15 @@ class _Fused:
         owner: the object whose bounds count.
         exchange: a SymmetricExchange, or None for TP.
         gather: whether queries travel too.
-        memory_programs: size of the grid; None takes what the device holds at once.
+        threshold: sum of blocks up to which a call takes TP's path; None never does.
 
     Raises:
         RuntimeError: fewer programs than one a compute unit would be resident.
     """
 
-    def __init__(self, owner: _Decode, *, exchange: SymmetricExchange | None, gather: bool):
+    def __init__(self, owner: _Decode, *, exchange: SymmetricExchange | None, gather: bool, threshold: int | None = None):
         shape, shard, device = owner.shape, owner.shard, owner.device
-        self.owner, self.exchange, self.gather = owner, exchange is not None, gather
+        self.owner, self.exchange, self.gather, self.threshold = owner, exchange is not None, gather, threshold
         self.spin_limit = (exchange and exchange.spin_limit) or spin_limit(device)
         # TP is a world of one that owns the heads it was given.
         self.shard = shard if self.exchange else Shard(0, 1, shard.local_heads)
@@ -480,7 +496,8 @@ class _Fused:
             words = torch.zeros(slot_words, dtype=torch.int64, device=device)
             peers = torch.tensor([words.data_ptr()], device=device)
         else:
-            words, peers, self._mapped = exchange.allocate(self.shard, device, 2 * slot_words)
+            alone = 0 if threshold is None else fused_op.owned_words(shape, self.shard, **bounds)  # of calls on TP's path
+            words, peers, self._mapped = exchange.allocate(self.shard, device, 2 * slot_words + alone)
         rows = self.shard.local_heads * owner.max_tokens
         parts = torch.zeros(rows * width // fused_op.SEGMENT * 2 * candidates_op.kept(shape.topk), dtype=torch.int64, device=device)
         counters = torch.zeros(2, self._resident(), dtype=torch.int64, device=device)
@@ -493,7 +510,9 @@ class _Fused:
         if self.owner.device.type != "cuda":
             return 1  # interpreted programs run one after another: one pushes everything before it waits
         units = _compute_units(self.owner.device)
-        built = fused_op.heaviest(self.owner.shape, self.shard, self.owner.max_requests, self.owner.max_query_len, self.owner.cache_dtype, self.exchange, self.gather)
+        owner = self.owner
+        bounds = (owner.max_requests, owner.max_query_len, owner.cache_dtype)
+        built = fused_op.heaviest(owner.shape, self.shard, *bounds, self.exchange, self.gather, self.threshold is not None)
         fit = compiled.resident_programs(built, fused_op.WARPS, self.owner.device)
         if fit < 1:
             raise RuntimeError(f"form={self.owner.form!r}: no program of this kernel fits a compute unit of {self.owner.device}")
@@ -503,6 +522,7 @@ class _Fused:
         built = fused_op.fused(
             q, cache, block_table, seq_lens, shape=self.owner.shape, shard=self.shard, query_len=query_len, max_context=self.owner.max_context,
             memory=self.memory, out=out, phase=phase, spin_limit=self.spin_limit, exchange=self.exchange, gather=self.gather,
+            threshold=self.threshold,
         )  # fmt: skip
         if not self.owner._warm and built is not None and self.owner.device.type == "cuda":
             fit = compiled.resident_programs(built, fused_op.WARPS, self.owner.device) * _compute_units(self.owner.device)

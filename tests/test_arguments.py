@@ -189,3 +189,13 @@ def test_what_only_the_staged_form_has_is_an_error_on_the_others(form, monkeypat
     pages = PageTable.empty(SHAPE, local_heads=4, tokens=4, page_size=16)
     with pytest.raises(ValueError, match=f"pages='PageTable': must be None: form '{form}' writes no page table"):
         tp(form=form)(*PROBLEM.tensors, query_len=2, pages=pages)
+
+
+def test_only_the_forms_without_a_cut_are_adaptive():
+    with pytest.raises(ValueError, match="threshold_blocks=100: must be None for form 'staged', which has no adaptive path"):
+        cp(threshold_blocks=100)
+    for wrong in (-1, 2**31, 1.5, True):
+        with pytest.raises((ValueError, TypeError), match="threshold_blocks"):
+            cp(threshold_blocks=wrong)
+    with pytest.raises(ValueError, match="threshold_blocks=None: must be a number of blocks: this object always takes CP's path"):
+        cp().counts()

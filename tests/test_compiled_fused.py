@@ -24,7 +24,7 @@ REGISTERS = {
 }  # of a unit, a thread of four warps (a lane of a SIMD)
 
 
-def fused(target, *, exchange=True, gather=False, phase=fused_op.ONE_LAUNCH, presence=False, dtype=torch.bfloat16):
+def fused(target, *, exchange=True, gather=False, phase=fused_op.ONE_LAUNCH, presence=False, dtype=torch.bfloat16, adaptive=False):
     """The kernel of TP (no exchange) or of one rank of two, for M3's shape and 16 requests."""
     shape = IndexerShape()
     cache = torch.empty(2, 128, 128, dtype=dtype)
@@ -38,14 +38,16 @@ def fused(target, *, exchange=True, gather=False, phase=fused_op.ONE_LAUNCH, pre
         GATHER=gather,
         PRESENCE=presence,
         FORMAT=tile.cache_format(dtype),
+        ADAPTIVE=adaptive,
     )
     pointers = POINTERS | ({"cache_ptr": "u8"} if dtype.itemsize == 1 else {})
     return compiled.build(fused_op.fused_kernel, pointers, fixed | options, target, num_warps=fused_op.WARPS)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_one_launch(target):
-    build = fused(target, gather=True)
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_one_launch(target, adaptive):
+    build = fused(target, gather=True, adaptive=adaptive)
     assert_sound(build)
     assert re.search(MATRIX[target], build.assembly), "no matrix instruction"
     # Programs that wait need those they wait for: a unit must hold one at least, and three where they are promised.

@@ -19,6 +19,9 @@ of launch g carry the tag g and go to slot g % 2 of the peers' buffers.
   2. So when a rank has finished launch g + 1, every peer has begun g + 1, hence has finished g and all its reads of
      slot g % 2. Launch g + 2 may overwrite that slot. One stream orders a rank's launches.
   3. Launches that do not exchange store nothing in a peer's memory and leave g alone.
+An adaptive launch of few blocks is one of those: it takes TP's path, which the sum of blocks decides, alike on every
+rank. It deals all blocks to each rank, keeps the words of the rank's own heads in memory that no peer writes, and tags
+them with the launch counter.
 Words between programs of one rank live in a buffer that no peer writes and carry the launch counter.
 Each program keeps its own copy of both counters, reads it first and writes it last: no copy changes under a reader.
 """
@@ -119,16 +122,20 @@ def await_columns(
 
 @triton.jit
 def row_pointers(
-    words_ptr, peers_ptr, slot, i_request, group, query_len, max_tokens, width, i_replica,
+    words_ptr, peers_ptr, slot, i_request, group, query_len, max_tokens, width, i_replica, alone, rank,
     HEADS: tl.constexpr, LOCAL_HEADS: tl.constexpr, REPLICAS: tl.constexpr, EXCHANGE: tl.constexpr,
 ):  # fmt: skip
-    """Where the score words of a group's 16 columns start, in the memory of the rank that owns each column's head, [16]."""
+    """Where the score words of a group's 16 columns start, in the memory of the rank that owns each column's head, [16].
+
+    `alone` (an adaptive launch on TP's path): in this rank's own memory.
+    """
     o_column = group * COLUMNS + tl.arange(0, COLUMNS)
     o_head = o_column % HEADS
     i_token = i_request * query_len + o_column // HEADS
     if EXCHANGE:
         row = (o_head % LOCAL_HEADS).to(tl.int64) * max_tokens + i_token
-        return peer(peers_ptr, o_head // LOCAL_HEADS * REPLICAS + i_replica) + slot + row * width
+        owner = tl.where(alone, rank, o_head // LOCAL_HEADS * REPLICAS + i_replica)
+        return peer(peers_ptr, owner) + slot + row * width
     else:
         return words_ptr + (o_head.to(tl.int64) * max_tokens + i_token) * width
 
@@ -218,17 +225,17 @@ def store_row(p_out, block, taken, place, visible, late, TOPK: tl.constexpr, KEE
     do_not_specialize=[
         "q_ptr", "cache_ptr", "table_ptr", "lens_ptr", "out_ptr", "words_ptr", "peers_ptr", "parts_ptr", "counters_ptr", "state_ptr",
         "requests", "query_len", "pages", "rank", "world", "max_context", "init", "local", "spin_limit",
-        "stride_token", "stride_head", "stride_page", "stride_table", "width", "slot_words", "max_tokens",
+        "stride_token", "stride_head", "stride_page", "stride_table", "width", "slot_words", "max_tokens", "threshold",
     ]
 )  # fmt: skip
 def fused_kernel(
     q_ptr, cache_ptr, table_ptr, lens_ptr, out_ptr, words_ptr, peers_ptr, parts_ptr, counters_ptr, state_ptr,
     requests, query_len, pages, rank, world, max_context, init, local, spin_limit,
-    stride_token, stride_head, stride_page, stride_table, width, slot_words, max_tokens,
+    stride_token, stride_head, stride_page, stride_table, width, slot_words, max_tokens, threshold,
     HEADS: tl.constexpr, LOCAL_HEADS: tl.constexpr, REPLICAS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     TOPK: tl.constexpr, GROUPS: tl.constexpr, REQUESTS: tl.constexpr, ALIGN: tl.constexpr, KEEP: tl.constexpr,
     STAGES: tl.constexpr, UPCAST: tl.constexpr, PHASE: tl.constexpr, EXCHANGE: tl.constexpr, GATHER: tl.constexpr, PRESENCE: tl.constexpr,
-    FORMAT: tl.constexpr,
+    FORMAT: tl.constexpr, ADAPTIVE: tl.constexpr,
 ):  # fmt: skip
     i_program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -241,12 +248,21 @@ def fused_kernel(
     most = blocks_of(tl.max(longest_row(lens, query_len, max_context), 0), BLOCK)  # blocks of the longest row
     exchanges = (most > TOPK) & (failed == 0)
     tokens = requests * query_len
+    dealt, hands = rank, world  # this rank's blocks are those with block % hands == dealt
+    alone = False
+    if ADAPTIVE:
+        alone = tl.sum(blocks_of(longest_row(lens, query_len, max_context), BLOCK).to(tl.int64), 0) <= threshold
+        exchanges = exchanges & (alone == 0)
+        dealt, hands = tl.where(alone, 0, rank), tl.where(alone, 1, world)
     if EXCHANGE:
         tag = exchange.to(tl.int32)
         slot = (exchange & 1) * slot_words
         # A slot holds, in this order: score words of owned rows, query words of all rows, presence words.
         slot_queries = slot + max_tokens.to(tl.int64) * LOCAL_HEADS * width
         presence = slot_queries + max_tokens.to(tl.int64) * ((HEADS * DIM // 2) if GATHER else 0)
+        if ADAPTIVE:
+            tag = tl.where(alone, launch.to(tl.int32), tag)
+            slot = tl.where(alone, 2 * slot_words.to(tl.int64), slot)  # behind both slots: no peer writes there
     else:
         tag = launch.to(tl.int32)
         slot = launch & 0
@@ -264,24 +280,27 @@ def fused_kernel(
                     stride_token, stride_head, HEADS, LOCAL_HEADS, REPLICAS, DIM, BLOCK, TOPK,
                 )  # fmt: skip
         # --- score this program's share; push every score to the owner of its head ---
-        first, last = read_span(lens, query_len, rank, world, max_context, init, local, TOPK, BLOCK)
+        first, last = read_span(lens, query_len, dealt, hands, max_context, init, local, TOPK, BLOCK)
         item, stop, i_request, start = my_share(last - first, i_program, programs, REQUESTS)
         stop = tl.where(failed, item, stop)
         while item < stop:
             seq_len = tl.load(lens_ptr + i_request)
-            first_here, last_here = read_span(seq_len, query_len, rank, world, max_context, init, local, TOPK, BLOCK)
+            first_here, last_here = read_span(seq_len, query_len, dealt, hands, max_context, init, local, TOPK, BLOCK)
             end = start + last_here - first_here
             upto = tl.minimum(stop, end)
             p_table = table_ptr + i_request.to(tl.int64) * stride_table
             if GATHER:
                 late = -1
-                # A request that needs no keys lies between others in a share: nobody sends its queries.
-                patience = tl.where(item < upto, spin_limit, 0)
-                for group in tl.static_range(GROUPS):  # with several groups, the loop below reads the words again
-                    b_q, late_here = await_columns(
-                        words_ptr + slot_queries, i_request, group, query_len, tag, patience, q_ptr.dtype.element_ty, HEADS, DIM
-                    )  # fmt: skip
-                    late = tl.maximum(late, late_here)
+                if alone:
+                    b_q = load_columns(q_ptr, i_request, 0, query_len, 0, stride_token, stride_head, HEADS, LOCAL_HEADS, 1, DIM)
+                else:
+                    # A request that needs no keys lies between others in a share: nobody sends its queries.
+                    patience = tl.where(item < upto, spin_limit, 0)
+                    for group in tl.static_range(GROUPS):  # with several groups, the loop below reads the words again
+                        b_q, late_here = await_columns(
+                            words_ptr + slot_queries, i_request, group, query_len, tag, patience, q_ptr.dtype.element_ty, HEADS, DIM
+                        )  # fmt: skip
+                        late = tl.maximum(late, late_here)
                 if (late >= 0) & (item < upto):
                     report_wait(state_ptr, launch, late // LOCAL_HEADS * REPLICAS)
                     stop = item
@@ -289,34 +308,40 @@ def fused_kernel(
             elif GROUPS == 1:
                 b_q = load_columns(q_ptr, i_request, 0, query_len, 0, stride_token, stride_head, HEADS, HEADS, 1, DIM)
             p_first = row_pointers(
-                words_ptr, peers_ptr, slot, i_request, 0, query_len, max_tokens, width, 0, HEADS, LOCAL_HEADS, REPLICAS, EXCHANGE
+                words_ptr, peers_ptr, slot, i_request, 0, query_len, max_tokens, width, 0, alone, rank, HEADS, LOCAL_HEADS, REPLICAS, EXCHANGE
             )  # fmt: skip
-            page = tl.load(p_table + (first_here + item - start) * world + rank, mask=item < upto, other=0)
+            page = tl.load(p_table + (first_here + item - start) * hands + dealt, mask=item < upto, other=0)
             for i in tl.range(item, upto, num_stages=STAGES):
-                block = (first_here + i - start) * world + rank
+                block = (first_here + i - start) * hands + dealt
                 # The next page's id is fetched an iteration early, so that its keys can be in flight during this dot.
-                next_page = tl.load(p_table + block + world, mask=i + 1 < upto, other=0)
+                next_page = tl.load(p_table + block + hands, mask=i + 1 < upto, other=0)
                 b_k = load_keys(cache_ptr, page, pages, stride_page, BLOCK, DIM, ALIGN, FORMAT)  # [BLOCK, DIM]
                 valid = (page >= 0) & (page < pages)
                 for group in tl.static_range(GROUPS):
                     if GROUPS > 1:
                         if GATHER:
-                            b_q, _ = await_columns(
-                                words_ptr + slot_queries, i_request, group, query_len, tag, 0, q_ptr.dtype.element_ty, HEADS, DIM
-                            )  # fmt: skip
+                            if alone:
+                                b_q = load_columns(q_ptr, i_request, group, query_len, 0, stride_token, stride_head, HEADS, LOCAL_HEADS, 1, DIM)
+                            else:
+                                b_q, _ = await_columns(
+                                    words_ptr + slot_queries, i_request, group, query_len, tag, 0, q_ptr.dtype.element_ty, HEADS, DIM
+                                )  # fmt: skip
                         else:
                             b_q = load_columns(q_ptr, i_request, group, query_len, 0, stride_token, stride_head, HEADS, HEADS, 1, DIM)
                     n_column = column_tokens(seq_len, group, query_len, max_context, HEADS)
                     visible = blocks_of(n_column, BLOCK)
                     # Exactly the words that the row's reader awaits: choosers mask by the same condition.
                     sent = (visible > TOPK) & (block < visible - local)
+                    if ADAPTIVE:
+                        o_head = (group * COLUMNS + tl.arange(0, COLUMNS)) % HEADS
+                        sent &= (alone == 0) | (o_head // LOCAL_HEADS == rank // REPLICAS)
                     word = tagged(order_code_jit(score_columns(b_k, b_q, n_column, block, valid, BLOCK, UPCAST)), tag)  # [16]
                     for i_replica in tl.static_range(REPLICAS):
                         if (GROUPS == 1) & (i_replica == 0):
-                            put(p_first + block, word, sent)
+                            put(p_first + block, word, sent)  # alone, replicas store the same word in the same place
                         else:
                             p_row = row_pointers(
-                                words_ptr, peers_ptr, slot, i_request, group, query_len, max_tokens, width, i_replica,
+                                words_ptr, peers_ptr, slot, i_request, group, query_len, max_tokens, width, i_replica, alone, rank,
                                 HEADS, LOCAL_HEADS, REPLICAS, EXCHANGE,
                             )  # fmt: skip
                             put(p_row + block, word, sent)
@@ -442,10 +467,15 @@ class Memory:
     max_tokens: int
 
 
+def owned_words(shape: IndexerShape, shard: Shard, *, max_tokens: int, max_context: int) -> int:
+    """int64 words of the scores of the rows that a rank owns."""
+    return max_tokens * shard.local_heads * row_words(shape, max_context)
+
+
 def words_a_slot(shape: IndexerShape, shard: Shard, *, max_tokens: int, max_context: int, gather: bool) -> int:
     """int64 words of one slot of a rank's symmetric buffer: scores of owned rows, queries of all rows, presence."""
     queries = max_tokens * shape.heads * shape.head_dim // 2 if gather else 0
-    return max_tokens * shard.local_heads * row_words(shape, max_context) + queries + shard.world
+    return owned_words(shape, shard, max_tokens=max_tokens, max_context=max_context) + queries + shard.world
 
 
 def row_words(shape: IndexerShape, max_context: int) -> int:
@@ -474,6 +504,7 @@ def fused(
     spin_limit: int,
     exchange: bool,
     gather: bool,
+    threshold: int | None = None,
 ):
     """Launch the kernel once. Returns the compiled kernel (None under the interpreter).
 
@@ -483,6 +514,7 @@ def fused(
         phase: ONE_LAUNCH, or PUSH and then CHOOSE.
         spin_limit: polls after which a wait gives up.
         exchange: scores go to peers; gather: queries do too.
+        threshold: with `exchange`: a batch of at most so many blocks takes TP's path; None always exchanges.
         out: contiguous `[owned heads, tokens, topk]` int32.
     """
     heads = shape.heads if exchange else q.shape[1]
@@ -491,12 +523,14 @@ def fused(
         q, tile.as_stored(cache), block_table, seq_lens, out, memory.words, memory.peers, memory.parts, memory.counters, memory.state,
         seq_lens.numel(), query_len, cache.shape[0], shard.rank, shard.world, max_context, shape.init_blocks, shape.local_blocks, spin_limit,
         q.stride(0), q.stride(1), cache.stride(0), block_table.stride(0), memory.width, memory.slot_words, memory.max_tokens,
-        **fixed, KEEP=kept(shape.topk), STAGES=STAGES, UPCAST=tile.INTERPRETED, PHASE=phase, EXCHANGE=exchange, GATHER=gather,
-        PRESENCE=exchange and needs_presence(shape, shard), FORMAT=tile.cache_format(cache.dtype), num_warps=WARPS,
+        min(threshold or 0, 2**31 - 1), **fixed, KEEP=kept(shape.topk), STAGES=STAGES, UPCAST=tile.INTERPRETED, PHASE=phase, EXCHANGE=exchange, GATHER=gather,
+        PRESENCE=exchange and needs_presence(shape, shard), FORMAT=tile.cache_format(cache.dtype), ADAPTIVE=threshold is not None, num_warps=WARPS,
     )  # fmt: skip
 
 
-def heaviest(shape: IndexerShape, shard: Shard, max_requests: int, max_query_len: int, dtype: torch.dtype, exchange: bool, gather: bool):
+def heaviest(
+    shape: IndexerShape, shard: Shard, max_requests: int, max_query_len: int, dtype: torch.dtype, exchange: bool, gather: bool, adaptive: bool = False
+):  # fmt: skip
     """The compiled kernel of the largest call, for its resources; nothing is launched."""
     from triton.runtime.jit import MockTensor
 
@@ -506,7 +540,7 @@ def heaviest(shape: IndexerShape, shard: Shard, max_requests: int, max_query_len
     long, word = MockTensor(torch.int64), MockTensor(torch.int32)
     query, stored = (torch.bfloat16, torch.uint8) if tile.cache_format(dtype) else (dtype, dtype)
     return fused_kernel.warmup(
-        MockTensor(query), MockTensor(stored), word, word, word, long, long, long, long, long, *[1] * 16,
+        MockTensor(query), MockTensor(stored), word, word, word, long, long, long, long, long, *[1] * 17,
         **(fixed | dict(ALIGN=16)), KEEP=kept(shape.topk), STAGES=STAGES, UPCAST=tile.INTERPRETED, PHASE=ONE_LAUNCH, EXCHANGE=exchange,
-        GATHER=gather, PRESENCE=exchange and needs_presence(shape, shard), FORMAT=tile.cache_format(dtype), num_warps=WARPS, grid=(1,),
+        GATHER=gather, PRESENCE=exchange and needs_presence(shape, shard), FORMAT=tile.cache_format(dtype), ADAPTIVE=adaptive, num_warps=WARPS, grid=(1,),
     )  # fmt: skip

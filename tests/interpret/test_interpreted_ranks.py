@@ -71,12 +71,13 @@ def make(
     *,
     query_len: int = 1,
     bound: int = BOUND,
+    threshold_blocks: int | None = None,
 ):
     quick_interpreter.sort_in_numpy(pytest.MonkeyPatch())  # forked before the fixture that does it in this process
     shard = Shard(rank, dist.get_world_size(), shape.heads)
     cp = CPDecode(
         shape, shard, exchange=SymmetricExchange(), queries=queries, form=form,
-        max_requests=3, max_query_len=query_len, max_context=bound, device="cpu",
+        max_requests=3, max_query_len=query_len, max_context=bound, device="cpu", threshold_blocks=threshold_blocks,
     )  # fmt: skip
     return cp, shard
 
@@ -194,6 +195,40 @@ def test_rows_of_several_segments(ranks_of):
 
 def test_scores_that_are_not_numbers(ranks_of):
     check(ranks_of(2), shape_of(2, local_blocks=0), "replicated", "one_launch", LENGTHS[::3], kind="special")
+
+
+def adaptive(rank, shape, queries, form, threshold, lengths, query_len):
+    """Back-to-back calls of an adaptive object, a rank late before some: the ids of each, and how often which path."""
+    cp, shard = make(rank, shape, queries, form, query_len=query_len, threshold_blocks=threshold)
+    late = random.Random(7)
+    found = []
+    for i, step in enumerate(lengths):
+        if late.randrange(shard.world) == rank:
+            time.sleep(late.choice([0, 0.002, 0.02]))
+        found.append(cp(*given(build(shape, step, query_len, max_context=BOUND, seed=i), shard, queries), query_len=query_len).clone())
+    cp.check()
+    return shard, found, cp.path, cp.counts()
+
+
+@pytest.mark.parametrize(
+    ("world", "form", "queries", "query_len", "threshold"),
+    [(2, "one_launch", "gathered", 1, 0), (2, "one_launch", "gathered", 1, 11), (2, "one_launch", "gathered", 1, 10**6),
+     (2, "one_launch", "replicated", 1, 11), (2, "one_launch", "gathered", 5, 11), (3, "one_launch", "gathered", 1, 11),
+     (4, "two_launch", "gathered", 2, 11)],
+)  # fmt: skip
+def test_few_blocks_take_tps_path_and_many_cps(ranks_of, world, form, queries, query_len, threshold):
+    """Ids are the reference's on both paths, whatever path the calls before took; the sum of blocks alone decides."""
+    shape, lengths = shape_of(world), LENGTHS[3:]
+    problems = [build(shape, step, query_len, max_context=BOUND, seed=i) for i, step in enumerate(lengths)]
+    visible = [[-(-n // 64) if n <= BOUND else 0 for n in step] for step in lengths]
+    reading = [sum(blocks) > threshold for blocks in visible if max(blocks) > shape.topk]
+    taken = sum(reading)
+    assert threshold != 11 or 0 < taken < len(reading)
+    for shard, found, path, counts in ranks_of(world).run(adaptive, shape, queries, form, threshold, lengths, query_len):
+        assert path == "adaptive" and counts == {"cp": taken, "tp": len(lengths) - taken}
+        for got, problem, step in zip(found, problems, lengths, strict=True):
+            owned = shard.owned_heads
+            assert_ids(got, oracle(problem)[owned.start : owned.stop], f"{form}, {queries}, {shard}, lengths {step}")
 
 
 def never_comes(rank, form, queries, absent):
