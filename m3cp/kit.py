@@ -78,6 +78,12 @@ class Record:
     tries: int = 0
     lines: list[str] = field(default_factory=list)
 
+    @property
+    def words(self) -> str:
+        """In one line: why not, else the last that it said."""
+        said = [line for line in (self.why.splitlines()[:1] if self.why else self.lines) if line.strip()]
+        return said[-1] if said else ""
+
 
 @dataclass
 class State:
@@ -86,11 +92,12 @@ class State:
     name: str
     code_hash: str
     device: str | None = None  # that was asked for
+    commit: str | None = None  # of this code, where the copy has no git history
     stretches: int = 0
     steps: dict[str, Record] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, run: Path, name: str, device: str | None = None) -> State:
+    def load(cls, run: Path, name: str, device: str | None = None, commit: str | None = None) -> State:
         """The folder's state, or a new one.
 
         Raises:
@@ -98,7 +105,7 @@ class State:
         """
         values, code = read(run / STATE_FILE), records.code_hash()
         if values is None:
-            return cls(name, code, device)
+            return cls(name, code, device, commit)
         if values["code_hash"] != code:
             raise ValueError(f"out={str(run)!r}: holds a run of code {values['code_hash']}, this is {code}; give another --out")
         return cls.of(values)
@@ -127,18 +134,19 @@ def read(path: Path) -> Any:
 
 
 def facts(run: Path) -> dict[str, Any]:
-    """{"device", "node", "ranks", "gpus", "arch"} of this machine; found by the doctor's step, else here."""
+    """{"device", "node", "ranks", "gpus", "arch", "commit"} of this machine and code; found by the first step that asks."""
     known = read(run / FACTS_FILE)
     if known:
         return known
     from m3cp import doctor, sweep
 
-    device = doctor.sweep_device((read(run / STATE_FILE) or {}).get("device"))
+    asked = read(run / STATE_FILE) or {}
+    device = doctor.sweep_device(asked.get("device"))
     gpus = doctor.devices() if device == "cuda" else ()
     count = len(gpus) if gpus else min(2, doctor.cpu().cores)
     ranks = max(w for w in doctor.WORLDS if w <= min(count, MOST_RANKS))
     known = {"device": device, "node": sweep.node_name(device, gpus, doctor.cpu()), "ranks": ranks, "gpus": len(gpus),
-             "arch": gpus[0].arch if gpus else ""}  # fmt: skip
+             "arch": gpus[0].arch if gpus else "", "commit": asked.get("commit")}  # fmt: skip
     write(run / FACTS_FILE, known)
     return known
 
@@ -349,7 +357,7 @@ def _sweep(run: Path, points: Sequence[Point], seconds: float) -> list[str]:
     from m3cp import sweep
 
     here = facts(run)
-    status = sweep.main(list(points), out=run, device=here["device"], minutes=max(0.1, seconds / 60))
+    status = sweep.main(list(points), out=run, device=here["device"], minutes=max(0.1, seconds / 60), commit=here["commit"])
     newest = {row.point: row for row in records.load(run) if row.point in set(points)}
     ok = [p for p, row in newest.items() if row.status == "ok"]
     failed = [f"{p.label}: {row.error}" for p, row in newest.items() if row.status == "failed"]
@@ -394,17 +402,17 @@ def policy(run: Path, seconds: float) -> list[str]:
 
 def report(run: Path, seconds: float) -> list[str]:
     """The design review, where papermill is here."""
+    try:
+        import nbconvert  # noqa: F401
+        import papermill  # noqa: F401
+    except ImportError as error:
+        raise LeftOut(f"{error}; `m3cp report --node RUN` makes the design review where it is") from None
     from m3cp import review
 
     try:
         review.gather(str(run))
     except (FileNotFoundError, ValueError) as error:
         raise LeftOut(f"not enough rows yet: {error}") from None
-    try:
-        import nbconvert  # noqa: F401
-        import papermill  # noqa: F401
-    except ImportError as error:
-        raise LeftOut(f"{error}; `m3cp report --node RUN` makes the design review where it is") from None
     from m3cp import report as reporting
 
     return reporting.main(str(run), None, run / "report")
@@ -481,7 +489,7 @@ def _refuse(form: str, run: Path, why: str) -> None:
 
 def stretch(
     run: Path, name: str, minutes: float = STRETCH_MINUTES, steps: Sequence[Step] = STEPS, retry: bool = False, only: Sequence[str] = (),
-    device: str | None = None, command: Callable[[Step, Path, float], Sequence[str]] = command_of, keep_s: float = KEEP_S,
+    device: str | None = None, commit: str | None = None, command: Callable[[Step, Path, float], Sequence[str]] = command_of, keep_s: float = KEEP_S,
 ) -> State:  # fmt: skip
     """Run what is left of the kit for at most `minutes`, then analyse what there is; the state and an archive stay.
 
@@ -491,6 +499,7 @@ def stretch(
         retry: steps that failed are tried again.
         only: names of the steps to run; all when empty.
         device: "cuda" or "cpu"; None for what the machine has. A folder keeps what it began with.
+        commit: of this code, where the copy that runs has no git history.
         command: how a step is started.
         keep_s: seconds at the end that measuring leaves alone.
 
@@ -504,7 +513,7 @@ def stretch(
     least = (max((s.limit_s for s in steps if not (s.resumable or s.always)), default=0) + keep_s) / 60
     require("minutes", minutes, minutes >= least, f"{least:.1f} or more: the longest step and the analysis must fit")
     run.mkdir(parents=True, exist_ok=True)
-    state = State.load(run, name, device)
+    state = State.load(run, name, device, commit)
     state.stretches += 1
     for record in state.steps.values():  # the last stretch ended within this step, and not by its own will
         if record.status == RUNNING:
@@ -539,7 +548,7 @@ def _tell(step: Step, limit_s: float, act: Callable[[Callable[[str], None]], Rec
     """Say what starts, how it moves and how it ended."""
     print(f"{step.title}: at most {limit_s:.0f} s", flush=True)
     record = act(_Follow(limit_s))
-    tail = record.why or (record.lines[-1] if record.lines else "")
+    tail = record.words
     print(f"    {record.status} in {record.seconds:.0f} s{': ' + tail if tail else ''}", flush=True)
     return record
 
@@ -596,7 +605,7 @@ def run_step(name: str, run: Path, seconds: float) -> int:
     said: dict[str, Any] = {"time_utc": datetime.now(UTC).isoformat(timespec="seconds")}
     status = 0
     try:
-        said["lines"] = step.run(run, seconds)
+        said["lines"] = [line.replace(str(run), run.name) for line in step.run(run, seconds)]
         print("\n".join(said["lines"]), flush=True)
     except LeftOut as why:
         said["why"], status = str(why), LEFT_OUT_STATUS
@@ -613,11 +622,11 @@ def run_step(name: str, run: Path, seconds: float) -> int:
 
 def main(
     name: str = "node", out: Path | None = None, minutes: float = STRETCH_MINUTES, retry: bool = False, only: Sequence[str] = (),
-    device: str | None = None,
+    device: str | None = None, commit: str | None = None,
 ) -> int:  # fmt: skip
     """What `m3cp node` does; 0 when no step failed and none is left, 1 when one failed, 2 when time was up before the end."""
     run = (out or default_out(name)).resolve()
-    state = stretch(run, name, minutes, retry=retry, only=only, device=device)
+    state = stretch(run, name, minutes, retry=retry, only=only, device=device, commit=commit)
     statuses = [record.status for record in state.steps.values()]
     if CUT in statuses:
         print("not done yet: the same command goes on where this stretch stopped", flush=True)
@@ -632,6 +641,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--retry", action="store_true", help="try steps again that failed or were left out")
     parser.add_argument("--only", nargs="*", default=[], metavar="STEP", help=", ".join(s.name for s in STEPS))
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPUs where there are any; a CPU rehearses")
+    parser.add_argument("--commit", help="of this code, where the copy that runs has no git history")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -642,7 +652,7 @@ if __name__ == "__main__":
     if given.step:
         sys.exit(run_step(given.step, given.out, given.seconds))
     try:
-        sys.exit(main(given.name, given.out, given.minutes, given.retry, given.only, given.device))
+        sys.exit(main(given.name, given.out, given.minutes, given.retry, given.only, given.device, given.commit))
     except ValueError as problem:
         print(f"m3cp node: {problem}", file=sys.stderr)
         sys.exit(2)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import base64
 import html
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from m3cp import kit, records, trust
 
+PAIR_COLUMNS = {
+    "form": "form", "exchange": "exchange", "queries": "queries", "dtype": "cache", "context_tokens": "context", "batch": "batch", "mix": "mix",
+    "cache_state": "state", "tp_us": "TP µs", "cp_us": "CP µs", "ratio": "TP / CP", "ratio_low": "95%", "ratio_high": "", "verdict": "CP is",
+}  # fmt: skip
 STEP_COLOURS = {kit.DONE: "#1a7f37", kit.FAILED: "#b3261e", kit.CUT: "#8a6d00", kit.LEFT_OUT: "#6b6b6b"}
 
 
@@ -52,8 +57,7 @@ def _rows(folder: Path, run: Path) -> list[str]:
     for name, rows, models in crossover.curve_sets(here.frame):
         plots.save(plots.curves(rows, models, here.source), f"{prefix}curves_{name}", **stamp)
     if found:
-        table = crossover.pair_table(found)
-        (run / f"{prefix}pairs.html").write_text(table.to_html())
+        kit.write(folder / "pairs.json", json.loads(crossover.pair_table(found)[list(PAIR_COLUMNS)].to_json(orient="values")))
     try:
         lines += heldout.markdown(here.frame).splitlines()
     except ValueError as error:  # too few rows of any arm to leave some out
@@ -66,6 +70,7 @@ def _node_figures(run: Path, stamp: dict[str, Any], plots: Any) -> list[str]:
     lines = []
     for path in sorted(run.glob("node_check_*.json")):
         found = kit.read(path)
+        stamp = {**stamp, "commit": found["provenance"]["commit"]}
         if found["curve"]:
             curve = plots.bandwidth_curve(found["curve"], found["node"], found["last_level_bytes"], found["datasheet_gbs"])
             lines.append(str(plots.save(curve, "node_bandwidth", **stamp)[0].name))
@@ -95,12 +100,12 @@ def page(run: Path) -> Path:
     parts += _section("What compilers made", [_resources(kit.read(run / "resources.json"))])
     answers = [line for folder in (run, run / kit.PUBLISHED) for line in kit.read(folder / "answers.json") or []]
     parts += _section("Break-even, measured", [f"<p>{_e(line)}</p>" for line in answers])
-    parts += _section("Measured, CP beside TP", [path.read_text() for path in sorted(run.glob("*pairs.html"))])
+    parts += _section("Measured, CP beside TP", [_beside(folder) for folder in (run, run / kit.PUBLISHED)])
     figures = sorted((run / "figures").glob("*.svg"))
     parts += _section("Figures", [_figure(path) for path in figures])
     doctor = run / "doctor.txt"
     parts += _section("Doctor", [f"<pre>{_e(doctor.read_text())}</pre>" if doctor.exists() else ""])
-    style = STYLE + "pre { font-size: .78rem; overflow-x: auto; } .status { font-weight: 650; }"
+    style = STYLE + "td, th { padding-right: .55rem; } .table tbody td:first-child { min-width: 0; } pre { font-size: .78rem; overflow-x: auto; } .status { font-weight: 650; }"
     head = "<meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>"
     body = "\n".join(parts)
     out = run / "index.html"
@@ -144,14 +149,20 @@ def _steps(state: kit.State) -> str:
         if record is None or step.name == "page":
             continue
         colour = STEP_COLOURS.get(record.status, "#1d1d1d")
-        words = record.why or (record.lines[-1] if record.lines else "")
-        more = f"<details><summary>what it said</summary><pre>{_e(chr(10).join(record.lines))}</pre></details>" if len(record.lines) > 1 else ""
+        said = "\n".join(record.why.splitlines()[1:] + record.lines).strip()
+        more = f"<details><summary>what it said</summary><pre>{_e(said)}</pre></details>" if "\n" in said else ""
         rows.append(
             f"<tr><td>{_e(step.title)}</td><td class='status' style='color:{colour}'>{_e(record.status)}</td>"
-            f"<td class='n'>{record.seconds:.0f} s</td><td>{_e(words)}{more}<div class='note'>logs/{_e(step.name)}.log</div></td></tr>"
+            f"<td class='n'>{record.seconds:.0f} s</td><td>{_e(record.words)}{more}<div class='note'>logs/{_e(step.name)}.log</div></td></tr>"
         )
     head = "<tr><th>step</th><th>status</th><th>took</th><th>in words</th></tr>"
     return f"<div class='table wide'><table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table></div>"
+
+
+def _beside(folder: Path) -> str:
+    """The measured pairs of a folder, times in microseconds."""
+    rows = [[(f"{v:,.0f}" if v >= 1000 else f"{v:.3g}") if isinstance(v, float) else v for v in row] for row in kit.read(folder / "pairs.json") or []]
+    return _table(PAIR_COLUMNS.values(), rows)
 
 
 def _aiter(found: dict[str, Any] | None) -> str:
