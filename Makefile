@@ -16,7 +16,7 @@ help:
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo "Each target sets up .venv by itself when that is missing. Options: PYTHON=python3.12, TORCH=cpu|cuda|present,"
-	@echo "ARGS='...' for the m3cp command behind a target."
+	@echo "ARGS='...' for the m3cp command behind a target, GRID=grid.yaml for a sweep by papermill."
 
 ready:
 	@$(SETUP) --if-needed
@@ -37,7 +37,7 @@ test: ready ## prove that the selection is right (CPU suite, under 10 minutes)
 	exit $$status
 
 sweep: ready ## measure this machine, fit, draw the map; ends with the figures' paths (minutes)
-	@$(PY) -m m3cp.cli sweep --fit $(ARGS)
+	@$(PY) -m m3cp.cli sweep $(if $(GRID),$(GRID) --notebook) --fit $(ARGS)
 
 node: ready ## a first run on any node: every step in rising risk, one archive, one page (run again until done)
 	@$(PY) -m m3cp.cli node $(ARGS)

@@ -80,18 +80,36 @@ def sweep(
     minutes: Annotated[float | None, typer.Option(help="Stop cleanly after so long; a later call goes on.")] = None,
     commit: Annotated[str | None, typer.Option(help="Of this code, where the copy has no git history.")] = None,
     draw: Annotated[bool, typer.Option("--fit", help="Then fit and draw, as `m3cp fit` does.")] = False,
+    notebook: Annotated[bool, typer.Option("--notebook", help="By papermill runs of notebooks/10_sweep.ipynb.")] = False,
+    on: Annotated[str | None, typer.Option(help="slurm: as jobs on a cluster, by submitit (local: on this machine).")] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
+    job_minutes: Annotated[float, typer.Option(help="About how long one cluster job measures.")] = 60.0,
+    slurm: Annotated[
+        list[str] | None, typer.Option("--slurm", help="Further sbatch options, NAME=VALUE, as often as needed.")
+    ] = None,
 ) -> None:
     """Measure this machine and append the rows to a run; Points that the run holds are not measured again.
 
-    Exit status 1 when a Point failed, 2 when nothing could be measured.
+    Exit status 1 when a Point failed or was not reached, 2 when nothing could be measured.
     """
     from m3cp import sweep as measuring
 
+    shared = dict(grid=grid, out=out, device=device, worlds=_numbers(world), remeasure=remeasure, dry_run=dry_run)
     try:
-        status = measuring.main(
-            grid=grid, quick=quick, out=out, device=device, worlds=_numbers(world), remeasure=remeasure,
-            dry_run=dry_run, minutes=minutes, commit=commit,
-        )  # fmt: skip
+        if notebook or on:
+            from m3cp import batch
+
+            if notebook and (on or quick or minutes or grid is None):
+                raise ValueError("--notebook: takes a grid file, and neither --on nor --quick nor --minutes")
+            if on and (quick or minutes or out is None):
+                raise ValueError("--on: takes --out, a folder that all nodes see, and neither --quick nor --minutes")
+        if notebook:
+            status = batch.by_notebooks(**shared)
+        elif on:
+            given = dict(word.partition("=")[::2] for word in slurm or [])
+            status = batch.on_cluster(on, **shared, partition=partition, job_minutes=job_minutes, slurm=given, commit=commit)
+        else:
+            status = measuring.main(**shared, quick=quick, minutes=minutes, commit=commit)
     except (ValueError, OSError) as error:
         typer.echo(f"m3cp sweep: {error}", err=True)
         raise typer.Exit(measuring.NOT_MEASURED) from None
@@ -108,6 +126,7 @@ def node(
     retry: Annotated[bool, typer.Option("--retry", help="Try steps again that failed or were left out.")] = False,
     only: Annotated[str | None, typer.Option(help="Steps, with commas between them; default: all.")] = None,
     device: Device = None,
+    commit: Annotated[str | None, typer.Option(help="Of this code, where the copy has no git history.")] = None,
 ) -> None:
     """Everything that a first run on a node should do, in rising risk, each step under a watchdog; one archive, one page.
 
@@ -116,7 +135,7 @@ def node(
     from m3cp import kit
 
     try:
-        raise typer.Exit(kit.main(name, out, minutes, retry, only.split(",") if only else (), device))
+        raise typer.Exit(kit.main(name, out, minutes, retry, only.split(",") if only else (), device, commit))
     except ValueError as error:
         typer.echo(f"m3cp node: {error}", err=True)
         raise typer.Exit(2) from None
@@ -244,6 +263,43 @@ def record(
     from m3cp import recording
 
     _say("record", lambda: recording.record(run, name, overwrite))
+
+
+@app.command()
+def compare(
+    run_a: Annotated[str, typer.Argument(help="A run's folder or name: what was before.")],
+    run_b: Annotated[str, typer.Argument(help="Another: what is judged.")],
+    across: Annotated[
+        str, typer.Option(help="Differences to allow: shape, cache_state, timed_region, clocks, variables.")
+    ] = "",
+    tolerance: Annotated[float, typer.Option(help="Ratios this close to 1 are called SAME.")] = 0.03,
+    strict: Annotated[bool, typer.Option("--strict", help="UNDECIDED fails too.")] = False,
+    figures: Annotated[Path, typer.Option(help="Where the figure goes.", show_default="figures/")] = ROOT / "figures",
+) -> None:
+    """Say for each Point whether run B is SAME, FASTER, SLOWER or UNDECIDED against run A.
+
+    Exit status 1 when a Point is SLOWER, 2 when the runs can't be compared: a gate for performance.
+    """
+    from m3cp import compare as comparing
+
+    try:
+        lines, status = comparing.main(run_a, run_b, [w for w in across.split(",") if w], tolerance, strict, figures)
+    except (FileNotFoundError, ValueError) as error:
+        typer.echo(f"m3cp compare: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo("\n".join(lines))
+    raise typer.Exit(status)
+
+
+@app.command()
+def rows(
+    run: Run = "",
+    parquet: Annotated[Path | None, typer.Option(help="Also write the rows as this parquet file.")] = None,
+) -> None:
+    """Check a run's rows against the documented format (data/README.md); exit status 1 when a line is no row of it."""
+    from m3cp import rowformat
+
+    _say("rows", lambda: rowformat.main(run, parquet))
 
 
 serving_app = typer.Typer(no_args_is_help=False, help="What CP changes for a served model, from a run's cost model.")

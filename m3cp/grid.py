@@ -197,6 +197,33 @@ def default_grid(device: str, worlds: Sequence[int], quick: bool = False, peers:
     return list(points)
 
 
+def _read(source: str | Path) -> Any:
+    """What a YAML or JSON file holds."""
+    text = Path(source).read_text()
+    if Path(source).suffix == ".json":
+        return json.loads(text)
+    try:
+        import yaml
+    except ImportError:
+        raise ValueError(
+            f"grid={str(source)!r}: PyYAML is not installed here; give the grid as a .json file"
+        ) from None
+    return yaml.safe_load(text)
+
+
+def read_axes(source: Mapping[str, Any] | str | Path) -> list[Mapping[str, Any]]:
+    """The mappings of axes in a grid, one or a list of them; a file as `read_grid` takes it.
+
+    Raises:
+        ValueError: Points, or anything else that is no mapping of axes.
+    """
+    held = _read(source) if isinstance(source, (str, Path)) else source
+    axes = [held] if isinstance(held, Mapping) else held
+    if not isinstance(axes, list) or not all(isinstance(a, Mapping) and "context_tokens" not in a for a in axes):
+        raise ValueError(f"grid={str(source)!r}: must be a mapping of a notebook's axes, or a list of such mappings")
+    return axes
+
+
 def read_grid(source: Mapping[str, Any] | Sequence[Any] | str | Path, device: str) -> list[Point]:
     """Points of a grid: a mapping of axes, a list of such mappings, of Points or of their dicts, or a file of either.
 
@@ -206,17 +233,7 @@ def read_grid(source: Mapping[str, Any] | Sequence[Any] | str | Path, device: st
         ValueError: a file that is neither, or what `expand` refuses.
     """
     if isinstance(source, (str, Path)):
-        text = Path(source).read_text()
-        if Path(source).suffix == ".json":
-            source = json.loads(text)
-        else:
-            try:
-                import yaml
-            except ImportError:
-                raise ValueError(
-                    f"grid={str(source)!r}: PyYAML is not installed here; give the grid as a .json file"
-                ) from None
-            source = yaml.safe_load(text)
+        source = _read(source)
     if isinstance(source, Mapping):
         return expand(source, device=device)
     if not isinstance(source, Sequence):

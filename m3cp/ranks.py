@@ -26,8 +26,8 @@ from m3cp import records
 ROOT = records.PACKAGE.parent
 STALL_S = 240.0  # without a sign of life; compiling every kernel takes less than a minute
 TRACE_S = 2.0  # for a rank that stands still to write where it stands
-# Frames of a rank that waits for others: it is not the one to blame. File and function, as tracebacks name them.
-WAITING = (("worker.py", "exchange"), ("exchange.py", "_gather_on_host"), ("distributed_c10d.py", ""))
+# Frames of a rank that waits for others, which is not the one to blame, as fault handlers name them.
+WAITING = re.compile(r'/worker\.py", line \d+ in exchange$|/exchange\.py"|/torch/distributed/', re.M)
 
 
 class WorkersFailed(RuntimeError):
@@ -154,12 +154,13 @@ def _who_stands_still(scratch: Path, workers: Sequence[subprocess.Popen]) -> str
     for rank, size in enumerate(before):
         with open(scratch / f"log.{rank}", "rb") as file:
             said = file.read(size).decode(errors="replace").strip().splitlines()
-            frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', _main_stack(file.read().decode(errors="replace")))
+            stack = _main_stack(file.read().decode(errors="replace"))
+        frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', stack)
         words = f"rank {rank} last said: {said[-1][:300]}" if said else f"rank {rank} said nothing"
         if not frames:
             to_blame.append(f"{words} and does not answer")
             continue
-        waits = any(file.endswith(name) and function.startswith(of) for file, _, function in frames for name, of in WAITING)
+        waits = WAITING.search(stack) is not None
         at = next((f for f in frames if f[0].startswith(str(records.PACKAGE))), frames[0])
         where = f"{Path(at[0]).name}, line {at[1]}, in {at[2]}"
         (waiting if waits else to_blame).append(f"{words} and {'waits for others' if waits else 'stands'} at {where}")
@@ -177,8 +178,18 @@ def main(argv: Sequence[str]) -> None:
 
     from m3cp import worker
 
-    gc.freeze()  # torch's half a million objects stay: looking through them again takes 0.1 s a group
-    worker.main(list(argv))
+    class Rank(worker.Sweep):
+        """Its plan and what is imported are no garbage: looking through them again after each group takes 0.1 s."""
+
+        frozen = False
+
+        def group(self, points, ahead):
+            if not self.frozen:
+                gc.freeze()
+                self.frozen = True
+            return super().group(points, ahead)
+
+    worker.run(json.loads(Path(argv[0]).read_text()), lambda place, job: Rank(place, job).groups())
 
 
 if __name__ == "__main__":

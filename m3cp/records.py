@@ -136,12 +136,19 @@ class Row:
             ValueError: another schema version, or fields that this version does not know.
         """
         if values.get("schema") != SCHEMA:
-            raise ValueError(f"schema={values.get('schema')!r}: this version reads rows of schema {SCHEMA}")
+            raise ValueError(other_schema(values.get("schema")))
         unknown = set(values) - {f.name for f in dataclasses.fields(cls)}
         if unknown:
             raise ValueError(f"row fields {sorted(unknown)}: not of schema {SCHEMA}")
         values = dict(values)
         return cls(point=Point.from_dict(values.pop("point")), **values)
+
+
+def other_schema(version: Any) -> str:
+    """Why rows of another version are refused, in words."""
+    newer = str(version).isdigit() and int(version) > SCHEMA
+    hint = "; a newer m3cp wrote it, which reads it" if newer else "; there was none before 1" if version is not None else ""
+    return f"schema={version!r}: this version reads rows of schema {SCHEMA}{hint}"
 
 
 def rows_file(run: Path | str) -> Path:
@@ -268,7 +275,7 @@ def scan(*runs: Path | str, start: int = 0) -> Iterator[Row]:
                     if not line.endswith(b"\n") or not line.strip():  # a torn last line, or nothing
                         continue
                     try:
-                        yield Row.from_dict(json.loads(line))
+                        yield Row.from_dict(json.loads(line.decode()))
                     except (ValueError, TypeError, AttributeError) as error:
                         after = f" after byte {start}" if start else ""
                         raise ValueError(f"{path}, line {number}{after}: {error}") from error

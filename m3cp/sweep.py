@@ -222,27 +222,21 @@ def main(
         points = planning.default_grid(device, worlds or (here if device == "cuda" else here[:2]), quick, reached)
     else:
         points = [p for p in planning.read_grid(grid, device) if not worlds or p.world in worlds or p.arm == "page_read"]
-    gpus = doctor.devices() if device == "cuda" else ()
     out = Path(out) if out is not None else default_out(device)
     provenance = {**doctor.provenance(), "code_hash": records.code_hash(), **git_state(commit)}
     provenance["command"] = "m3cp sweep" if grid is None else "m3cp sweep GRID"
-    with contextlib.nullcontext() if dry_run else records.locked(out / rows) as held:
+    if dry_run:
+        plan = plan_here(points, device, out, remeasure)
+        announce(plan, device, out)
+        return print_groups(plan, device)
+    with records.locked(out / rows) as held:
         known, said = _known(out, set(points), facts["node"], provenance)
         known = set() if remeasure else known
-        asks = device == "cuda" and not dry_run
-        refused = trust.refusals([p for p in points if p not in known], facts["node"], count, out) if asks else {}
-        plan = planning.make_plan(
-            [p for p in points if p not in refused], device=device, ranks=count, known=known, memory_bytes=gpus[0].memory_bytes if gpus else None,
-        )  # fmt: skip
+        unknown = [p for p in points if p not in known]
+        refused = trust.refusals(unknown, facts["node"], count, out) if device == "cuda" else {}
+        plan = _plan([p for p in points if p not in refused], device, known)
         plan.skipped |= refused
-        _announce(plan, device, out)
-        if dry_run:
-            for group in plan.groups:
-                print(
-                    f"  {planning.estimate_s(group, device):6.1f} s  {doctor.size(planning.cache_bytes(group.points[0])):>8}"
-                    f"  {group.processes} ranks  {'; '.join(p.label for p in group.record)}"
-                )
-            return 0
+        announce(plan, device, out)
         for point, reason in plan.skipped.items():
             if point not in said:
                 records.append(out / rows, records.Row(point, "skipped", point.arm, facts["node"], 0, error=reason))
@@ -253,6 +247,30 @@ def main(
         print(f"rows: {_near(out / rows)}")
         print("\n".join(table(outcome, len(plan.measured), plan.skipped)))
     return status(outcome, len(plan.measured), len(plan.skipped), in_time=minutes is not None)
+
+
+def plan_here(points: Sequence[Point], device: str, out: Path, remeasure: bool) -> Plan:
+    """What this machine would do now for a run: what it can't measure is skipped, what the run holds left out."""
+    provenance = {"code_hash": records.code_hash(), "versions": doctor.versions()}
+    known, _ = _known(out, set(points), job_facts(device)["node"], provenance)
+    return _plan(points, device, set() if remeasure else known)
+
+
+def _plan(points: Sequence[Point], device: str, known: set[Point]) -> Plan:
+    gpus = doctor.devices() if device == "cuda" else ()
+    return planning.make_plan(
+        points, device=device, ranks=len(gpus) if device == "cuda" else doctor.cpu().cores, known=known,
+        memory_bytes=gpus[0].memory_bytes if gpus else None,
+    )  # fmt: skip
+
+
+def print_groups(plan: Plan, device: str) -> int:
+    """Print each group's time, memory, ranks and Points; 0, the exit status of having said so."""
+    for group in plan.groups:
+        memory = doctor.size(planning.cache_bytes(group.points[0]))
+        names = "; ".join(p.label for p in group.record)
+        print(f"  {planning.estimate_s(group, device):6.1f} s  {memory:>8}  {group.processes} ranks  {names}")
+    return 0
 
 
 def _known(out: Path, wanted: set[Point], node: str, provenance: Mapping[str, Any]) -> tuple[set[Point], set[Point]]:
@@ -417,7 +435,8 @@ class _Progress:
         self._bar.update(self._outcome.look() - self._bar.n)
 
 
-def _announce(plan: Plan, device: str, out: Path) -> None:
+def announce(plan: Plan, device: str, out: Path) -> None:
+    """Say what will be measured, about how long that takes, what is there already and what is skipped, and why."""
     seconds = planning.plan_s(plan.groups, device)
     largest = max(map(planning.cache_bytes, plan.points), default=0)
     print(
