@@ -290,6 +290,7 @@ def every_arm(found: Review) -> Figure:
         w for w in best if rows[(rows["context_tokens"] == w[0]) & (rows["batch"] == w[1])]["bytes_read"].min() > 0
     ] or best
     chosen = [best[i] for i in sorted({min(1, len(best) - 1), len(best) // 2, len(best) - 1})]
+    rows = rows[[(c, b) in chosen for c, b in zip(rows["context_tokens"], rows["batch"], strict=True)]]
     order = sorted(set(rows["path_name"]), key=lambda n: (n.startswith("CP"), "m3cp" not in n, n), reverse=True)
     fig = plots.figure(10.2, 0.3 * len(order) + 1.5)
     axes = np.atleast_1d(fig.subplots(1, len(chosen), sharey=True))
@@ -662,7 +663,7 @@ figure img { max-width: 100%; height: auto; display: block; } figcaption { font-
   margin-top: .3rem; } figcaption b { color: #1d1d1d; }
 table { border-collapse: collapse; font-size: .86rem; margin: .7rem 0; } th, td { text-align: left; vertical-align: top;
   padding: .3rem .75rem .3rem 0; border-bottom: 1px solid #e6e6e6; font-variant-numeric: tabular-nums; }
-td.n { white-space: nowrap; } .table { overflow-x: auto; } thead th { border-bottom: 1.5px solid #888; } tbody td:first-child { font-weight: 550; min-width: 7rem; }
+td.n { white-space: nowrap; } table:has(th:nth-child(6)) td.n { white-space: normal; } .table { overflow-x: auto; } thead th { border-bottom: 1.5px solid #888; } tbody td:first-child { font-weight: 550; min-width: 7rem; }
 .wide td:first-child { min-width: 17rem; } code { font: .92em ui-monospace,
   "SF Mono", Menlo, Consolas, monospace; background: #f3f3f3; padding: .1rem .3rem; border-radius: 3px; }
 .note { font-size: .84rem; color: #555; } li { margin: .25rem 0; max-width: 50rem; } a.anchor-link { display: none; }
