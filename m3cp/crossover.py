@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from m3cp.fit import ALL_TERMS, PEER_US, TWO_TERMS, CostModel, assume, fit_model, fittable, try_fit
-from m3cp.frames import CHARGED, groups, missing, require_same, split, timed
+from m3cp.frames import CHARGED, groups, missing, overlap_words, require_same, split, timed
 from m3cp.shapes import require
 
 # What a CP row and its TP baseline share. Worlds are equal: each rank of TP reads the whole cache.
@@ -88,7 +88,8 @@ def pairs(frame, noise: float = 0.0, draws: int = 400, seed: int = 0):
     Returns:
         A frame with the fields of `PAIRED` and `VARIANT`, tp_us, cp_us, their sample ranges, ratio, ratio_low,
         ratio_high, delta_us, delta_low, delta_high, verdict, cache_state ("cold" only where both are), read (whether
-        keys are read), evicted (timed behind an evicting read), unsteady, processes, and the draws of delta_us.
+        keys are read), evicted (timed behind an evicting read), unsteady, processes, the draws of delta_us, and
+        overlap_bf16 (None but for fp8).
 
     Raises:
         ValueError: timed regions with different boundaries, or a pair whose rows ran the same path.
@@ -134,10 +135,11 @@ def pairs(frame, noise: float = 0.0, draws: int = 400, seed: int = 0):
                 "cache_state": "cold" if cold else "warm", "read": bool((tp["bytes_read"] > 0).all()),
                 "evicted": bool((tp["evict_us"].astype(float) > 0).any() or (cp["evict_us"].astype(float) > 0).any()),
                 "unsteady": bool(tp["unsteady"].any() or cp["unsteady"].any()), "processes": min(len(tp), len(cp)), "draws": delta,
+                "overlap_bf16": next((v for rows in (cp, tp) for v in rows["overlap_bf16"] if not missing(v)), None),
             }
         )  # fmt: skip
     columns = [*PAIRED, *VARIANT, "tp_us", "cp_us", "tp_low", "tp_high", "cp_low", "cp_high", "ratio", "ratio_low", "ratio_high",
-               "delta_us", "delta_low", "delta_high", "verdict", "cache_state", "read", "evicted", "unsteady", "processes", "draws"]  # fmt: skip
+               "delta_us", "delta_low", "delta_high", "verdict", "cache_state", "read", "evicted", "unsteady", "processes", "draws", "overlap_bf16"]  # fmt: skip
     return pandas.DataFrame.from_records(lines, columns=columns)
 
 
@@ -428,7 +430,8 @@ def line_table(lines: Sequence[MeasuredLine]) -> tuple[list[str], list[list[str]
     )  # fmt: skip
     if "replicated" in {line.variant["queries"] for line in lines}:
         note += f" {projection(int(first['world']))[1]}"
-    return ["batch", *(line.name for line in lines)], rows, note
+    narrow = overlap_words(lines[0].pairs)
+    return ["batch", *(line.name for line in lines)], rows, note + (f" {narrow[0].upper()}{narrow[1:]}." if narrow else "")
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -649,7 +652,7 @@ def pair_table(found: Sequence[Comparison]):
     import pandas
 
     columns = ["arm", "form", "exchange", "queries", "world", "dtype", "query_len", "mix", "context_tokens", "batch", "cache_state",
-               "tp_us", "cp_us", "ratio", "ratio_low", "ratio_high", "verdict", "unsteady"]  # fmt: skip
+               "tp_us", "cp_us", "ratio", "ratio_low", "ratio_high", "verdict", "unsteady", "overlap_bf16"]  # fmt: skip
     return (
         pandas.concat([c.pairs[columns] for c in found], ignore_index=True)
         if found
@@ -672,9 +675,11 @@ def sentence(pair: Any, layers: int = SPARSE_LAYERS) -> str:
     }[pair["verdict"]]
     gain = -pair["delta_us"] * layers / 1000
     where = f"{tokens_about(pair['context_tokens'])} tokens, batch {pair['batch']}, P = {pair['world']}"
+    narrow = overlap_words(pair.to_frame().T) if str(pair["dtype"]).startswith("fp8") else ""
     return (
         f"{where}: {word}. TP takes {pair['tp_us']:.4g} µs and CP {pair['cp_us']:.4g} µs a layer, TP / CP = {pair['ratio']:.2f} "
         f"(95% {pair['ratio_low']:.2f} to {pair['ratio_high']:.2f}); over {layers} sparse layers CP changes a step by {-gain:+.3g} ms."
+        + (f" {narrow}." if narrow else "")
     )
 
 

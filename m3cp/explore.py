@@ -629,6 +629,9 @@ def _words(state: State, node: Node, scene: Scene, a: Arm, z: Arm) -> str:
         head = f"No figure: at {tokens_text(scene.unread)} tokens or less no key is read, and this point was not measured"
     else:
         head = "Not measured here"
+    if state.dtype.startswith("fp8"):
+        narrow = frames.overlap_words(scene.measured.pairs) if scene.measured else ""
+        lines.append(narrow or "how many of bf16's blocks fp8 chooses is not known here")
     if scene.assumed and modelled:
         lines.append(f"Assumed, not measured: {scene.assumed}")
     if modelled:

@@ -56,6 +56,7 @@ def table(rows: Sequence[records.Row], source: str = "measured here"):
     data["commit"] = [row.provenance.get("commit", "unknown") for row in rows]
     data["region"] = [tuple(row.timed_region) for row in rows]
     data["boundary"] = [boundary(row.timed_region) for row in rows]
+    data["overlap_bf16"] = [row.extra.get("overlap_bf16") for row in rows]
     data["source"] = source
     # The limit is computed, so it is computed from the best page read of all these rows: while a run is under way the
     # best is not known yet, and what the rows hold then may be slower than a later measurement.
@@ -65,6 +66,24 @@ def table(rows: Sequence[records.Row], source: str = "measured here"):
         mine = (data["node"] == node) & (data["status"] == "ok")
         data.loc[mine, "limit_us"] = data.loc[mine, "distinct_bytes_read"] / best
     return data
+
+
+def overlap_words(rows) -> str:
+    """What stands beside every figure of an fp8 cache: how far its choice is bf16's; "" where no row is fp8.
+
+    Args:
+        rows: of `table`, or pairs of them: columns dtype and overlap_bf16, the share of bf16's chosen blocks that fp8
+            chooses too (`testing.overlap_bf16`).
+    """
+    narrow = rows[rows["dtype"].str.startswith("fp8")]
+    if narrow.empty:
+        return ""
+    known = [float(v) for v in narrow["overlap_bf16"] if not missing(v)]
+    if not known:
+        return "how many of bf16's blocks fp8 chooses is not known here"
+    low, high = min(known), max(known)
+    shared = f"{low:.0%}" if f"{low:.0%}" == f"{high:.0%}" else f"{low:.0%} to {high:.0%}"
+    return f"fp8 chooses {shared} of bf16's blocks"
 
 
 def _units(row: records.Row) -> int:

@@ -140,7 +140,7 @@ def _title(frame, extra: str = "") -> str:
     words.append(f"{states[0]} cache" if len(states) == 1 else "cold and warm caches, marked")
     if set(frame["launch"]) == {"eager"}:
         words.append("eager launches")
-    return "  ·  ".join([*words, *([extra] if extra else [])])
+    return "\n".join(filter(None, ["  ·  ".join([*words, *([extra] if extra else [])]), frames.overlap_words(frame)]))
 
 
 @styled
@@ -456,7 +456,8 @@ def maps(panels: Sequence[Panel], title: str = "") -> Figure:
             f"{' and '.join(cold)} cache",
             *panel.notes,
         ]
-        lines = ["  ·  ".join(words[:4]), "  ·  ".join(words[4:])]
+        narrow = frames.overlap_words(panel.pairs)
+        lines = ["  ·  ".join(words[:4]), "  ·  ".join(words[4:]), *filter(None, [narrow])]
         note = axis.annotate(
             "\n".join(lines).rstrip(),
             (0, 0),
@@ -468,7 +469,7 @@ def maps(panels: Sequence[Panel], title: str = "") -> Figure:
             va="top",
         )
         note.set_in_layout(False)  # a long note must not squeeze the map
-        axis.set_xlabel(axis.get_xlabel() + "\n\n")  # room for it
+        axis.set_xlabel(axis.get_xlabel() + "\n" * len(lines))  # room for it
     shades = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(-limit, limit), DIVERGING)
     bar = fig.colorbar(shades, ax=list(axes), pad=0.015, fraction=0.03, aspect=28)
     steps = [s for s in (0.125, 0.25, 0.5, 1, 2, 4) if s <= limit] or [limit]
@@ -571,7 +572,8 @@ def break_even(lines: Sequence[crossover.MeasuredLine], title: str = "From where
     ]  # fmt: skip
     fig.legend(handles=handles, loc="outside lower center", ncols=2)
     words = [first["source"], first["node"], f"P = {first['world']}", first["dtype"], f"{first['cache_state']} caches"]
-    fig.suptitle(f"{title}: {'  ·  '.join(map(str, words))}", fontsize=10, x=0.01, ha="left")
+    whole = filter(None, [f"{title}: {'  ·  '.join(map(str, words))}", frames.overlap_words(lines[0].pairs)])
+    fig.suptitle("\n".join(whole), fontsize=10, x=0.01, ha="left")
     return fig
 
 

@@ -84,7 +84,8 @@ class Review:
     def where(self) -> str:
         """Node, ranks and dtype in words."""
         first = self.choices[0].first
-        return f"{first['node']}, P = {first['world']}, {first['dtype']}"
+        narrow = frames.overlap_words(self.choices[0].comparison.pairs)
+        return f"{first['node']}, P = {first['world']}, {first['dtype']}" + (f" ({narrow})" if narrow else "")
 
 
 def default_node() -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from m3cp import reference
 from m3cp.decode import WAIT_ERROR, CPDecode, CPLocal, TPDecode
 from m3cp.exchange import SymmetricExchange
+from m3cp.inputs import TORCH_DTYPES
 from m3cp.kernels.fused import CHOOSE, PUSH
-from m3cp.shapes import IndexerShape, require
+from m3cp.shapes import IndexerShape, Point, require
 from m3cp.shard import Shard
 
 
@@ -90,6 +92,34 @@ def selection_overlap(ids: torch.Tensor, other: torch.Tensor) -> float:
     chosen = ids >= 0
     both = (ids[..., :, None] == other[..., None, :]).any(-1) & chosen
     return int(both.sum()) / int(chosen.sum()) if bool(chosen.any()) else 1.0
+
+
+def overlap_bf16(point: Point, device: torch.device | str, requests: int = 4) -> float:
+    """How far a Point's fp8 cache chooses bf16's blocks: `selection_overlap` of the two on the same free keys.
+
+    The timed inputs can't tell: their values are exact in both. So queries and keys are drawn from a normal
+    distribution, keys rounded once to bf16 and from there to fp8; both choices are the reference's.
+
+    Args:
+        point: an fp8 one; its longest context, batch and query_len are taken.
+        requests: drawn at most; each is a context of its own.
+
+    Raises:
+        ValueError: a Point whose cache is not fp8.
+    """
+    require("point.dtype", point.dtype, point.dtype.startswith("fp8"), "one of the fp8 formats")
+    shape, count = point.shape, min(point.batch, requests)
+    blocks = shape.blocks(point.context_tokens)
+    draw = torch.Generator(device=device).manual_seed(point.seed)
+    given = dict(generator=draw, device=device, dtype=torch.float32)
+    q = torch.randn(count * point.query_len, shape.heads, shape.head_dim, **given).bfloat16()
+    wide = torch.empty(count * blocks, shape.block_size, shape.head_dim, dtype=torch.bfloat16, device=device)
+    for part in wide.split(1024):
+        part.copy_(torch.randn(part.shape, **given))
+    table = torch.arange(count * blocks, dtype=torch.int32, device=device).view(count, blocks)
+    lens = torch.full((count,), point.context_tokens, dtype=torch.int32, device=device)
+    ids = [reference.select_blocks(q, cache, table, lens, shape=shape, query_len=point.query_len) for cache in (wide, wide.to(TORCH_DTYPES[point.dtype]))]
+    return selection_overlap(*ids)
 
 
 class _OneProcess(SymmetricExchange):
