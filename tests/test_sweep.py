@@ -449,3 +449,10 @@ def test_a_node_that_cannot_measure_says_so():
 
 def test_the_death_signal_is_there():
     assert hasattr(ctypes.CDLL(None), "prctl") or sys.platform != "linux"
+
+
+def test_a_row_of_an_fp8_cache_says_how_many_of_bf16s_blocks_it_chooses(tmp_path):
+    grid = {**TINY, "contexts": [3072], "batches": [1], "worlds": [1], "arms": ["tp", "page_read"], "dtypes": ["fp8_e4m3fn"]}
+    assert sweep.main({k: v for k, v in grid.items() if k != "rows_padded"}, device="cpu", out=tmp_path / "run") == 0
+    of = {row.point.arm: row.extra.get("overlap_bf16") for row in records.load(tmp_path / "run")}
+    assert 0.8 < of["tp"] < 1 and of["page_read"] is None
