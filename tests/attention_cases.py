@@ -52,17 +52,20 @@ def problem(name: str, device="cpu", dim: int = 128, block: int = 128):
 
 def dense(q, k, v, table, lens, ids, query_len, k_scale=1.0, v_scale=1.0):
     """Attention over every token of the context with all but the chosen blocks' masked, row by row in fp64."""
+    lens = lens.tolist()
     q, k, v, table, ids = q.cpu().double(), k.cpu().to(torch.float64), v.cpu().to(torch.float64), table.cpu(), ids.cpu()
+    entries = table.tolist()
     out, group, block = torch.zeros_like(q), q.shape[1] // ids.shape[0], k.shape[1]
     for t in range(q.shape[0]):
-        r, n = t // query_len, int(lens[t // query_len]) - query_len + t % query_len + 1
-        for h in range(q.shape[1]):
-            chosen = set(ids[h // group, t].tolist())
-            where = [p for p in range(max(0, n)) if p // block in chosen and 0 <= table[r, p // block] < k.shape[0]]
+        r, n = t // query_len, lens[t // query_len] - query_len + t % query_len + 1
+        for h in range(ids.shape[0]):
+            chosen = set(ids[h, t].tolist())
+            where = [p for p in range(max(0, n)) if p // block in chosen and 0 <= entries[r][p // block] < k.shape[0]]
             if where:
                 page, slot = table[r, torch.tensor(where) // block].long(), torch.tensor(where) % block
-                dots = k[page, slot, h // group] @ q[t, h] * (k_scale * q.shape[2] ** -0.5)
-                out[t, h] = dots.softmax(0) @ v[page, slot, h // group] * v_scale
+                mine = slice(h * group, (h + 1) * group)
+                dots = q[t, mine] @ k[page, slot, h].T * (k_scale * q.shape[2] ** -0.5)
+                out[t, mine] = dots.softmax(1) @ v[page, slot, h] * v_scale
     return out
 
 

@@ -28,17 +28,17 @@ def run(rank, way, draft, steps, max_context, spoil=None):
     decode = WAYS[way](size.shape, shard, max_requests=3, max_query_len=4, max_context=max_context, device="cpu")
     model = ToyM3(size, shard, decode, requests=3)
     if spoil is not None:
-        select, calls = model._select, []
+        select, calls = model.select, []
 
-        def spoiled(*given):
-            ids = select(*given)
+        def spoiled(*given, **named):
+            ids = select(*given, **named)
             calls.append(1)
             if len(calls) == spoil:
                 ids = ids.clone()
                 ids[:, :, 0] = -1  # one layer of one step loses its first block
             return ids
 
-        model._select = spoiled
+        model.select = spoiled
     g = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, size.vocabulary, (n,), generator=g).tolist() for n in (140, 60, 170)]
     return generate(model, prompts, steps=steps, draft=draft, late=5)

@@ -49,6 +49,7 @@ class ToyM3:
         shape, dim = size.shape, size.shape.head_dim
         bounds = dict(max_context=size.max_context, device=device, cache_dtype=decode.cache_dtype)
         self.step = WholeStep(decode, Prefill(shape, shard, max_tokens=max_prefill, **bounds))
+        self.select = self.step
         self.replicated = isinstance(decode, CPDecode) and decode.queries == "replicated"
         g = torch.Generator().manual_seed(seed)
 
@@ -103,23 +104,15 @@ class ToyM3:
             # Each head by its own product: a rank that projects all heads gets the bits of the ranks that own them.
             heads = range(self.shard.heads) if self.replicated else self.shard.owned_heads
             index_q = self._rotate(_norm(torch.stack([x @ layer["index_q"][h] for h in heads], 1)), positions)
-            if self.replicated and not decode_requests:
-                index_q = index_q[:, self.shard.owned_heads.start : self.shard.owned_heads.stop].contiguous()
             index_k = self._rotate(_norm(x @ layer["index_k"])[:, None], positions)[:, 0]
             self.index_cache[i, page, slot] = index_k.to(self.index_cache.dtype)
             self.kv_cache[i, 0, page, slot], self.kv_cache[i, 1, page, slot] = k, v
-            ids = self._select(index_q, self.index_cache[i], table, lens, starts, decode_requests, query_len)
+            ids = self.select(index_q, self.index_cache[i], table, lens, starts, decode_requests=decode_requests, query_len=query_len)
             found = sparse_attention(q, self.kv_cache[i, 0], self.kv_cache[i, 1], *rows, ids)
             hidden = hidden + self._sum(found.flatten(1) @ layer["out"])
             x = _norm(hidden)
             hidden = hidden + self._sum((torch.nn.functional.silu(x @ layer["gate"]) * (x @ layer["up"])) @ layer["down"])
         return _norm(hidden).float() @ self.head
-
-    def _select(self, index_q, cache, table, lens, starts, decode_requests: int, query_len: int) -> torch.Tensor:
-        if not decode_requests and self.replicated:  # the step tells owned heads' queries from all heads' by their number
-            out = torch.empty(self.shard.local_heads, index_q.shape[0], self.size.shape.topk, dtype=torch.int32, device=index_q.device)
-            return self.step.prefill(index_q, cache, table, lens, starts, out=out)
-        return self.step(index_q, cache, table, lens, starts, decode_requests=decode_requests, query_len=query_len)
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]

@@ -35,14 +35,14 @@ def _load_rows(cache_ptr, page, stride_page, i_head, stride_head, stride_token, 
 
 @triton.jit(
     do_not_specialize=[
-        "q_ptr", "k_ptr", "v_ptr", "table_ptr", "lens_ptr", "ids_ptr", "parts_ptr", "lse_ptr", "tokens", "query_len", "pages", "max_context",
+        "q_ptr", "k_ptr", "v_ptr", "table_ptr", "lens_ptr", "ids_ptr", "parts_ptr", "lse_ptr", "query_len", "pages", "max_context",
         "stride_q_token", "stride_q_head", "stride_k_page", "stride_k_token", "stride_k_head", "stride_v_page", "stride_v_token", "stride_v_head",
         "stride_table", "stride_ids",
     ]
 )  # fmt: skip
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, ids_ptr, parts_ptr, lse_ptr,
-    scale, tokens, query_len, pages, max_context, stride_q_token, stride_q_head, stride_k_page, stride_k_token, stride_k_head,
+    scale, query_len, pages, max_context, stride_q_token, stride_q_head, stride_k_page, stride_k_token, stride_k_head,
     stride_v_page, stride_v_token, stride_v_head, stride_table, stride_ids,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TOPK: tl.constexpr,
     SPLITS: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
@@ -136,7 +136,7 @@ def attention(
     group, unit = q.shape[1] // kv_heads, 16 // k_cache.element_size()
     attention_kernel[(tokens, kv_heads, splits)](
         q, tile.as_stored(k_cache), tile.as_stored(v_cache), block_table, seq_lens, ids, parts, lse,
-        scale, tokens, query_len, k_cache.shape[0], max_context, q.stride(0) // 8, q.stride(1) // 8, *(s // unit for s in (*k_cache.stride()[:3], *v_cache.stride()[:3])),
+        scale, query_len, k_cache.shape[0], max_context, q.stride(0) // 8, q.stride(1) // 8, *(s // unit for s in (*k_cache.stride()[:3], *v_cache.stride()[:3])),
         block_table.stride(0), ids.stride(0), **constants(kv_heads, group, dim, k_cache.shape[1], ids.shape[2], splits),
         UNIT=unit, FORMAT=tile.cache_format(k_cache.dtype), STAGES=STAGES, UPCAST=tile.INTERPRETED,
         num_warps=WARPS if k_cache.element_size() == 2 else WARPS_FP8,

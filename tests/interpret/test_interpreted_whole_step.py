@@ -5,7 +5,9 @@ import torch
 from mixed import BATCHES, M3, check_mixed, mixed, step_of
 from problems import assert_ids
 
+from m3cp import operators
 from m3cp.decode import TPDecode
+from m3cp.shapes import IndexerShape
 from m3cp.shard import Shard
 
 
@@ -30,3 +32,13 @@ def test_lengths_beyond_the_bound_are_found():
     step(*batch.tensors, decode_requests=1)
     with pytest.raises(RuntimeError, match="a prefill's sequence length exceeds max_context=768, found by rank 0"):
         step.check()
+
+
+@pytest.mark.parametrize("form", ["one_launch", "two_launch"])
+def test_the_fused_forms_decode_in_a_mixed_step_and_through_its_operator(form):
+    shape = IndexerShape(heads=1, topk=2)
+    batch = mixed(shape, [128 * 4, 0], [(3, 128 * 4 - 1)])
+    decode = TPDecode(shape, Shard(0, 1, 1), form=form, **batch.problem.bounds())
+    step = step_of(batch, Shard(0, 1, 1), decode)
+    assert_ids(operators.bind(step)(*batch.tensors, decode_requests=2), batch.expect, form)
+    operators.forget(step)
