@@ -8,7 +8,7 @@ SETUP = $(PYTHON) tools/setup.py --torch "$(TORCH)" $(if $(filter file,$(origin 
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help ready setup doctor test sweep node mi355x figures report lab page test-gpu clean
+.PHONY: help ready setup doctor test test-slurm sweep node mi355x figures report lab page test-gpu clean
 
 help:
 	@echo "m3cp: where does context-parallel decode indexing beat tensor parallelism, on this machine?"
@@ -59,6 +59,9 @@ page: ready ## open the explorer of 20_crossover as a page without code (voila)
 
 test-gpu: ready ## the GPU suite, on every GPU of this node
 	@PYTHON=$(PY) bash .ci/run-gpu
+
+test-slurm: ready ## sweeps as jobs of a real one-node Slurm (root; Debian's slurm-wlm and munge)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -m slow tests/test_slurm.py
 
 clean: ## remove .venv and caches; rows and figures stay
 	@rm -rf .venv .venv.old build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -124,7 +124,10 @@ def by_notebooks(
     batches = notebook_batches(grid, device, worlds)
     wanted = tuple(dict.fromkeys(p for b in batches for p in b.points))
     plan = sweep.plan_here(wanted, device, out, remeasure)
-    waiting = [b for b in batches if set(b.points) & set(plan.points)]
+    waiting, left = [], set(plan.points)
+    for batch in batches:  # a floor that several share is measured by the first
+        waiting += [batch] if left & set(batch.points) else []
+        left -= set(batch.points)
     print(f"{len(waiting)} papermill runs of {NOTEBOOK}.ipynb:")
     for batch in waiting:
         groups = [g for g in plan.groups if set(g.record) & set(batch.points)]

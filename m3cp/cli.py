@@ -106,7 +106,10 @@ def sweep(
         if notebook:
             status = batch.by_notebooks(**shared)
         elif on:
-            given = dict(word.partition("=")[::2] for word in slurm or [])
+            bad = [word for word in slurm or [] if "=" not in word]
+            if bad:
+                raise ValueError(f"--slurm={bad[0]!r}: must be NAME=VALUE, such as account=mine")
+            given = dict(word.split("=", 1) for word in slurm or [])
             status = batch.on_cluster(on, **shared, partition=partition, job_minutes=job_minutes, slurm=given, commit=commit)
         else:
             status = measuring.main(**shared, quick=quick, minutes=minutes, commit=commit)
