@@ -405,7 +405,7 @@ class CPDecode(CPLocal):
             shape, shard, max_requests=max_requests, max_query_len=max_query_len, max_context=max_context, device=device,
             cache_dtype=cache_dtype, form=form,
         )  # fmt: skip
-        self.exchange, self.queries = exchange, queries
+        self.exchange, self.queries, self.threshold_blocks = exchange, queries, threshold_blocks
         gathers = queries == "gathered"
         self._given_heads = shard.local_heads if gathers else shape.heads
         if form != "staged":

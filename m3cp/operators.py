@@ -98,7 +98,9 @@ def _settings(made: TPDecode | CPDecode | WholeStep) -> list[int]:
     cp = isinstance(decode, CPDecode)
     numbers = [getattr(decode.shape, name) for name in _SHAPE] + [decode.shard.rank, decode.shard.world] + [getattr(decode, name) for name in _BOUNDS]
     numbers += [CACHE_DTYPES.index(decode.cache_dtype), FORMS.index(decode.form), int(cp)]
+    threshold = decode.threshold_blocks if cp else None
     numbers += [QUERIES.index(decode.queries), int(isinstance(decode.exchange, SymmetricExchange))] if cp else [0, 0]
+    numbers += [-1 if threshold is None else threshold]
     return numbers + ([made.prefill.max_tokens] if isinstance(made, WholeStep) else [])
 
 
@@ -120,12 +122,13 @@ def _object(settings: list[int], group: str, device: torch.device):
 def _build(settings: list[int], group: str, device: torch.device) -> TPDecode | CPDecode | WholeStep:
     shape = IndexerShape(**dict(zip(_SHAPE, settings[:6], strict=True)))
     shard = Shard(*settings[6:8], shape.heads)
-    dtype, form, cp, queries, symmetric, *prefill_tokens = settings[11:]
+    dtype, form, cp, queries, symmetric, threshold, *prefill_tokens = settings[11:]
     bounds = dict(zip(_BOUNDS, settings[8:11], strict=True)) | dict(device=device, cache_dtype=CACHE_DTYPES[dtype])
     if cp:
         named = dist.distributed_c10d._resolve_process_group(group) if group else None
         exchange = (SymmetricExchange if symmetric else CollectiveExchange)(named)
-        decode = CPDecode(shape, shard, exchange=exchange, queries=QUERIES[queries], form=FORMS[form], **bounds)
+        decode = CPDecode(shape, shard, exchange=exchange, queries=QUERIES[queries], form=FORMS[form], **bounds,
+                          threshold_blocks=None if threshold < 0 else threshold)  # fmt: skip
     else:
         decode = TPDecode(shape, shard, form=FORMS[form], **bounds)
     if not prefill_tokens:
