@@ -27,7 +27,7 @@ setup: ## make .venv: reuse the torch that is here, install the rest (minutes)
 doctor: ready ## what this machine is, what will be measured and what skipped, and why
 	@$(PY) -m m3cp.cli doctor $(ARGS)
 
-test: ready ## prove that the selection is right (CPU suite, under 10 minutes)
+test: ready ## prove that the selection is right (CPU suite, under 15 minutes)
 	@status=0; \
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests --ignore=tests/interpret || status=1; \
 	if [ -d tests/interpret ]; then \
