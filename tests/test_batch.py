@@ -60,6 +60,7 @@ def noted(tmp_path_factory):
     return folder, subprocess.run(command, capture_output=True, text=True, cwd=ROOT), dry, before
 
 
+@pytest.mark.slow
 def test_papermill_measures_what_is_left_and_ends_with_a_table(noted):
     folder, done, dry, before = noted
     assert done.returncode == 0, done.stdout + done.stderr
@@ -72,6 +73,7 @@ def test_papermill_measures_what_is_left_and_ends_with_a_table(noted):
     assert [p.name.startswith("10_sweep.P2-bf16-") for p in (folder / "run" / "notebooks").glob("*.ipynb")] == [True]
 
 
+@pytest.mark.slow
 def test_a_dry_run_lists_points_memory_and_time(noted):
     _, _, dry, before = noted
     assert dry.returncode == 0 and before == 4

@@ -18,6 +18,7 @@ def sound(found, capsys):
         assert line.programs >= 1 and line.waves <= 32 and line.programs * line.shared_bytes <= LDS_BYTES
 
 
+@pytest.mark.slow
 def test_every_kernel_for_gfx950_fits_and_spills_nothing(capsys):
     found = compiled.resources("gfx950", without=HEAVY)
     sound(found, capsys)

@@ -83,7 +83,7 @@ def test_footprints_reach_two_gib_on_a_gpu():
 def test_a_path_with_wrong_ids_is_not_hidden(monkeypatch, tmp_path):
     def wrong(module, job, processes, *, follow):
         (tmp_path / "result.json").write_text(
-            json.dumps({"checks": [{"passed": False}], "collectives": [], "curve": [], "datasheet_gbs": None})
+            json.dumps({"checks": [{"passed": False}], "collectives": [], "curve": [], "gaps": [], "datasheet_gbs": None})
         )
         follow(tmp_path)
 

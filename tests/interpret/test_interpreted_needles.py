@@ -28,6 +28,7 @@ def find(cases) -> None:
         needles.check(**given, attend=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_every_broken_kernel_loses_a_needle(name, tmp_path, monkeypatch):
     file, old, new, _ = MUTANTS[name]

@@ -212,8 +212,9 @@ def adaptive(rank, shape, queries, form, threshold, lengths, query_len):
 
 @pytest.mark.parametrize(
     ("world", "form", "queries", "query_len", "threshold"),
-    [(2, "one_launch", "gathered", 1, 0), (2, "one_launch", "gathered", 1, 11), (2, "one_launch", "gathered", 1, 10**6),
-     (2, "one_launch", "replicated", 1, 11), (2, "one_launch", "gathered", 5, 11), (3, "one_launch", "gathered", 1, 11),
+    [pytest.param(2, "one_launch", "gathered", 1, 0, marks=pytest.mark.slow), (2, "one_launch", "gathered", 1, 11),
+     pytest.param(2, "one_launch", "gathered", 1, 10**6, marks=pytest.mark.slow), (2, "one_launch", "replicated", 1, 11),
+     (2, "one_launch", "gathered", 5, 11), pytest.param(3, "one_launch", "gathered", 1, 11, marks=pytest.mark.slow),
      (4, "two_launch", "gathered", 2, 11)],
 )  # fmt: skip
 def test_few_blocks_take_tps_path_and_many_cps(ranks_of, world, form, queries, query_len, threshold):
