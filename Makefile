@@ -13,7 +13,7 @@ SETUP = $(PYTHON) tools/setup.py --torch "$(TORCH)" $(if $(filter file,$(origin 
 help:
 	@echo "m3cp: where does context-parallel decode indexing beat tensor parallelism, on this machine?"
 	@echo
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo "Each target sets up .venv by itself when that is missing. Options: PYTHON=python3.12, TORCH=cpu|cuda|present,"
 	@echo "ARGS='...' for the m3cp command behind a target, GRID=grid.yaml for a sweep by papermill."

@@ -174,7 +174,7 @@ def launch_on(monkeypatch, *, grid: int, fit: int, warm: bool = False):
     monkeypatch.setattr(decode.compiled, "resident_programs", lambda built, warps, device: fit)
     made = object.__new__(decode._Fused)
     made.owner = SimpleNamespace(device=torch.device("cuda", 0), _warm=warm, shape=None, max_context=1, form="one_launch")
-    made.shard, made.spin_limit, made.exchange, made.gather = None, 1, True, False
+    made.shard, made.spin_limit, made.exchange, made.gather, made.threshold = None, 1, True, False, None
     made.memory = SimpleNamespace(counters=SimpleNamespace(shape=(2, grid)))
     made.launch(fused_op.ONE_LAUNCH, None, None, None, None, 1, None)
     return launched
@@ -191,7 +191,7 @@ def test_a_grid_larger_than_what_is_resident_is_refused_at_warm_up(monkeypatch):
 def test_a_kernel_that_does_not_fit_a_unit_is_refused_at_construction(monkeypatch):
     made = object.__new__(decode._Fused)
     made.owner = SimpleNamespace(device=torch.device("cuda", 0), form="one_launch", shape=None, max_requests=1, max_query_len=1, cache_dtype=None)
-    made.shard, made.exchange, made.gather = None, True, False
+    made.shard, made.exchange, made.gather, made.threshold = None, True, False, None
     monkeypatch.setattr(decode, "_compute_units", lambda device: 132)
     monkeypatch.setattr(decode.fused_op, "heaviest", lambda *given: "built")
     for fit, grid in ((0, None), (1, 132), (2, 264), (9, 132 * fused_op.PROGRAMS_PER_UNIT)):

@@ -29,7 +29,7 @@ OLDEST_PYTHON = (3, 11)
 TORCH = "torch==2.13.0"
 TRITON_FOR_TORCH = {"2.11": "triton==3.6.0", "2.13": "triton==3.7.1", "2.14": "triton==3.8.0"}
 TRITON_RANGE = "triton>=3.6,<3.9"
-EXTRAS = "notebook,test"
+EXTRAS = "notebook,cluster,test"
 STAMP = "m3cp-setup.json"
 ASKED = ("auto", "cpu", "cuda", "present")
 
