@@ -41,6 +41,16 @@ GREENS = (
 TERM_STYLE |= {term: GREENS[i % len(GREENS)] for i, term in enumerate(t for t in TERMS if t not in TERM_STYLE)}
 
 
+def _short(us: float) -> str:
+    """A tick's microseconds."""
+    return f"{us:g}" if us < 10_000 else f"{us / 1e3:g}k" if us < 1e6 else f"{us / 1e6:g}M"
+
+
+def _number(us: float) -> str:
+    """Microseconds with four digits, or all of them before the point."""
+    return f"{us:.4g}" if us < 10_000 else f"{us:,.0f}"
+
+
 def _snap(value: float, up: bool) -> float:
     """The next of 1, 2, 5 times a power of ten above (or below) a positive value."""
     power = 10.0 ** math.floor(math.log10(value))
@@ -87,7 +97,7 @@ class Dashboard:
         axis.set_xlim(900, 1.15 * 2**20)
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=40))
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}" if v < 10_000 else f"{v / 1000:g}k"))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda v, _: _short(v)))
         axis.yaxis.set_minor_locator(NullLocator())
         axis.set_ylabel("µs a call")
         axis.yaxis.set_label_coords(-0.098, 0.5)  # found anew at every drawing otherwise
@@ -168,6 +178,7 @@ class Dashboard:
 
     def _breakdown(self) -> None:
         axis = self.parts = self.figure.add_axes((0.055, 0.065, 0.45, 0.135))
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda v, _: _short(v)))
         axis.set_yticks([1, 0], ["TP", "CP"], fontweight="bold")
         axis.set_ylim(-0.5, 1.5)
         axis.set_xlabel("µs a call at your point, modelled term by term")
@@ -278,8 +289,8 @@ class Dashboard:
             median.set_data([] if at is None else [at], [] if at is None else [row])
             median.set_markerfacecolor("none" if view.published else "#000000")
             read.set_data([] if floor is None else [floor], [] if floor is None else [row])
-            words = [f"{left:.4g} modelled"] if left else []
-            words += [f"{at:.4g} {'published' if view.published else 'measured'}"] if at is not None else []
+            words = [f"{_number(left)} modelled"] if left else []
+            words += [f"{_number(at)} {'published' if view.published else 'measured'}"] if at is not None else []
             total.set_text("  " + ", ".join(words))
             total.set_x(max(left, at or 0.0))
             longest = max(longest, left, at or 0.0)

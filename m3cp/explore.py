@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import html
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -311,6 +312,19 @@ class Node:
         head = crossover.headline(self.find(**alike) or self.comparisons)
         return dataclasses.replace(moved, **self.measured[self.comparisons.index(head)])
 
+    def within(self, state: State) -> State:
+        """The state with its batch and context moved to the nearest that lie inside what was measured."""
+        measured = self.scene(state).measured
+        if measured is None:
+            return state
+
+        def inside(value: int, name: str, steps: Sequence[int]) -> int:
+            low, high = measured.pairs[name].min(), measured.pairs[name].max()
+            return value if low <= value <= high else min(steps, key=lambda n: abs(math.log(n / min(max(value, low), high))))
+
+        moved = {name: inside(getattr(state, name), name, steps) for name, steps in (("context_tokens", CONTEXTS), ("batch", BATCHES))}
+        return dataclasses.replace(state, **moved)
+
     def scene(self, state: State) -> Scene:
         """What there is for a state's mix, P, dtype, way and query sharing; made once each."""
         key = (state.mix, state.world, state.dtype, state.way, state.queries)
@@ -476,7 +490,8 @@ class Explorer:
         if state is not None and state.node:
             require("node", state.node, state.node in self.nodes, f"one of {', '.join(self.nodes)}")
             return state
-        return next(iter(self.nodes.values())).nearest(state or State())
+        first = next(iter(self.nodes.values()))
+        return first.within(first.nearest(state or State()))
 
     def options(self, state: State) -> dict[str, list[tuple[str, Any]]]:
         """(label, value) of each chooser on a state's node; what has no rows there says so in its label."""

@@ -348,7 +348,8 @@ def test_the_page_needs_nothing_from_anywhere(page):
 @pytest.mark.browser
 def test_the_page_in_a_browser(page):
     """On a desk and on a tablet: no error, nothing fetched, every picture shown, nothing wider than the window."""
-    sync_api = pytest.importorskip("playwright.sync_api")
+    from playwright import sync_api
+
     chromium = shutil.which("chromium") or pytest.skip("needs chromium, found none")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(

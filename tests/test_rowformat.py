@@ -67,7 +67,9 @@ def test_the_validator_names_what_is_wrong(run, change, words):
 
 
 def test_parquet_holds_every_field(run, tmp_path):
-    pandas, duckdb = pytest.importorskip("pandas"), pytest.importorskip("duckdb")
+    import duckdb
+    import pandas
+
     folder, rows = run
     file = tmp_path / "rows.parquet"
     done = CliRunner().invoke(cli.app, ["rows", str(folder), "--parquet", str(file)])
@@ -80,7 +82,9 @@ def test_parquet_holds_every_field(run, tmp_path):
 
 
 def test_other_readers_need_one_line(run):
-    pandas, duckdb = pytest.importorskip("pandas"), pytest.importorskip("duckdb")
+    import duckdb
+    import pandas
+
     folder, rows = run
     file = folder / records.ROWS_FILE
     assert list(pandas.read_json(file, lines=True)["status"]) == [r.status for r in rows]

@@ -10,8 +10,6 @@ from test_widgets_explore import START, explorer
 from m3cp import widgets
 from m3cp.explore import State
 
-pytest.importorskip("ipywidgets")
-
 
 @pytest.fixture
 def controls(tmp_path):

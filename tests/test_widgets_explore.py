@@ -232,6 +232,20 @@ def test_opening_at_a_node_that_is_not_here():
     assert explorer().start() == dataclasses.replace(State("node"), way="staged/collective")
 
 
+def test_it_opens_inside_what_was_measured():
+    """A CPU's rows end at few tokens and two requests: the first picture is of them, not of a hundredfold extrapolation."""
+    rows = frames.table(synthetic.rows(contexts=(3072, 4096, 6144), batches=(1, 2), noise=0.01), source="recorded")
+    small = Explorer([Node("small", "measured here", "a laptop", lambda: (rows, crossover.comparisons(rows, fit.ALL_TERMS, draws=50)))])
+    assert (small.start().context_tokens, small.start().batch) == (6144, 2)
+    given = State("small", way="staged/collective")
+    assert small.start(given) == given  # what was asked for stays
+
+
+def test_big_times_are_readable():
+    assert [dashboard._short(v) for v in (5, 9999, 20_000, 500_000, 2e7)] == ["5", "9999", "20k", "500k", "20M"]
+    assert [dashboard._number(v) for v in (16.034, 9999.4, 340_812.3)] == ["16.03", "9999", "340,812"]
+
+
 def test_known_nodes_are_this_machine_the_recorded_and_the_published(tmp_path):
     from m3cp import records
 

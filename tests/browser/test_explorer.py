@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from playwright import sync_api
 from served import CHROMIUM, FLAGS, ROOT, Console, served
 
 from m3cp import notebook
 from m3cp.explore import State
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian's package `chromium`), found none")]
-sync_api = pytest.importorskip("playwright.sync_api")
 
 ARTEFACTS = Path(os.environ.get("M3CP_ARTEFACTS", Path(__file__).parent / "artefacts"))
 PICTURE, VERDICT = "img.m3cp-picture", ".m3cp-words .m3cp-verdict"
