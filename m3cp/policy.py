@@ -326,7 +326,7 @@ def _evaluator(arm: Arm, query_len: int, block_mb: float) -> Callable[[Read], tu
 
 def _decider(entry: Entry, shape: IndexerShape) -> Callable[[Sequence[int]], Decision]:
     """A function of the context lengths alone, with everything else bound: what keeps a decision in microseconds."""
-    size, topk, forced = shape.block_size, shape.topk, shape.init_blocks + shape.local_blocks
+    size, last, topk, forced = shape.block_size, shape.block_size - 1, shape.topk, shape.init_blocks + shape.local_blocks
     (low, high), (few, many) = entry.context_tokens, entry.batch
     uneven, root2, erf, sqrt = entry.uneven + 0.02, math.sqrt(2.0), math.erf, math.sqrt
     shortest, tallest = shape.blocks(low), shape.blocks(high)
@@ -334,7 +334,7 @@ def _decider(entry: Entry, shape: IndexerShape) -> Callable[[Sequence[int]], Dec
     tp, cp = (_evaluator(arm, entry.query_len, block_mb) for arm in (entry.tp, entry.cp))
 
     def decide(context_lengths: Sequence[int]) -> Decision:
-        blocks = [-(-n // size) for n in context_lengths if n > 0]
+        blocks = [(n + last) // size for n in context_lengths if n > 0]
         count, visible = len(blocks), max(blocks, default=0)
         if not count:
             return Decision("tp", 0.0, 1.0, "no request: nothing to do")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -74,11 +75,25 @@ def test_it_agrees_with_the_cost_model(found, made):
             assert ours == pytest.approx((tp.us(tp.point(context, batch)), cp.us(cp.point(context, batch))), rel=0.02)
 
 
+TURN_US = 5.0  # of `turn` on a core of 2025 at its full clock
+
+
+def turn():
+    return [-(-n // 128) for n in range(30_000, 30_000 + 64 * 997, 997) if n > 0]
+
+
+def assert_quick(made, lengths):
+    """A decision takes less than 30 us, on a core that does `turn` in `TURN_US`; a slower one gets more."""
+    assert len(lengths) == 64 and not made.decide(lengths, 2, "bf16").refused
+    took = {}
+    for _ in range(4000):  # in turn and the best of many: the machine is shared, and its clock changes
+        for call in (lambda: made.decide(lengths, 2, "bf16"), turn):
+            took[call.__name__] = min(took.get(call.__name__, math.inf), timeit.timeit(call, number=2) / 2 * 1e6)
+    assert took["<lambda>"] < 30 * max(1.0, took["turn"] / TURN_US), took
+
+
 def test_a_decision_takes_less_than_30_us(made):
-    lengths = [30_000 + 997 * i for i in range(64)]
-    assert not made.decide(lengths, 2, "bf16").refused
-    best = min(timeit.repeat(lambda: made.decide(lengths, 2, "bf16"), number=2, repeat=4000)) / 2  # the machine is shared
-    assert best < 30e-6, f"{best * 1e6:.1f} us"
+    assert_quick(made, [30_000 + 997 * i for i in range(64)])
 
 
 def test_it_is_loaded_and_used_without_numpy_pandas_or_torch(made, tmp_path):
@@ -348,8 +363,7 @@ def test_it_agrees_with_the_cost_model_of_our_kernels(form):
             assert made.costs_us([context] * batch, 2, "bf16") == pytest.approx((tp, cp), rel=0.01)
             if abs(tp - cp) > 1:
                 assert made.decide([context] * batch, 2, "bf16").path == ("cp" if tp > cp else "tp")
-    best = min(timeit.repeat(lambda: made.decide([100_000] * 64, 2, "bf16"), number=2, repeat=4000)) / 2
-    assert best < 30e-6, f"{best * 1e6:.1f} us"
+    assert_quick(made, [100_000] * 64)
 
 
 # Workloads.

@@ -103,6 +103,14 @@ def walk(page, console, name):
     assert console.errors == []
 
 
+def on_the_recorded_node(book: Path) -> Path:
+    """The same notebook with its `run` set, whatever this clone has measured itself."""
+    text, empty = book.read_text(), r'run: str = \"\"\n'
+    assert text.count(empty) == 1
+    book.write_text(text.replace(empty, f'run: str = \\"{ROOT / "data" / "measured" / "h200x2"}\\"\\n'))
+    return book
+
+
 def slowness():
     """How much slower than a free core this machine is now: redraws are timed with the machine to itself in mind."""
     wall, cpu = time.perf_counter(), time.process_time()
@@ -114,7 +122,7 @@ def slowness():
 
 
 def test_voila(browser, tmp_path):
-    page_of = notebook.page("20_crossover", tmp_path / "page")
+    page_of = on_the_recorded_node(notebook.page("20_crossover", tmp_path / "page"))
     with served(["voila", str(page_of), "--no-browser", "--Voila.ip=127.0.0.1", "--port={port}", "--token={token}"], tmp_path, "/") as address:
         refused = browser.new_page().goto(address.split("?")[0])
         assert refused.status in (401, 403) or "login" in refused.url  # no token, no page
@@ -128,7 +136,7 @@ def test_voila(browser, tmp_path):
 def test_lab(browser, tmp_path):
     folder = tmp_path / "notebooks"
     folder.mkdir()
-    shutil.copy(ROOT / "notebooks" / "20_crossover.ipynb", folder)
+    on_the_recorded_node(Path(shutil.copy(ROOT / "notebooks" / "20_crossover.ipynb", folder)))
     arguments = ["jupyterlab", "--no-browser", "--ip=127.0.0.1", "--port={port}", "--IdentityProvider.token={token}", "--allow-root", f"--notebook-dir={folder}", "--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]  # fmt: skip
     with served(arguments, tmp_path, "/api/status") as address:
         page = browser.new_page(viewport={"width": 1920, "height": 1080})
