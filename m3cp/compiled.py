@@ -91,10 +91,10 @@ def amd_programs(registers: int, num_warps: int, shared: int, shared_limit: int)
 
 
 def nvidia_programs(registers: int, num_warps: int, shared: int, shared_limit: int, file: int, threads: int) -> int:
-    """Programs a multiprocessor holds at once, with `file` registers and at most `threads` threads."""
+    """Programs a multiprocessor holds at once, 32 at most, with `file` registers and at most `threads` threads."""
     a_warp = -(-max(1, registers) * 32 // 256) * 256
     warps = min(file // a_warp, threads // 32)
-    return min(warps // num_warps, shared_limit // (shared + 1024))
+    return min(warps // num_warps, shared_limit // (shared + 1024), 32)
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ class Resources:
 
 
 def kernels() -> dict[str, tuple]:
-    """The decode path's kernels as they are launched for M3's shape, bf16 and 16 requests.
+    """Every kernel of a step as it is launched for M3's shape, bf16 and 16 requests.
 
     Returns:
         {name: (kernel, element types of its pointers, constants, warps)}.
     """
     import torch
 
-    from m3cp.kernels import candidates, fused, gather, merge, score, tile
+    from m3cp.kernels import attention, candidates, fused, gather, merge, prefill, score, tile
     from m3cp.shapes import IndexerShape
     from m3cp.turns import turns_kernel
 
@@ -148,6 +148,14 @@ def kernels() -> dict[str, tuple]:
         options["FORMAT"] = form(dtype)
         return fused.fused_kernel, step | {"cache_ptr": dtype, "out_ptr": "i32"} | words, fixed | options, fused.WARPS
 
+    def attending(dtype: str) -> tuple:
+        fixed = attention.constants(shape.heads, 16, shape.head_dim, shape.block_size, shape.topk, 4) | {"scale": shape.head_dim**-0.5}
+        options = dict(UNIT=16 if dtype == "u8" else 8, FORMAT=form(dtype), STAGES=attention.STAGES, UPCAST=False)
+        pointers = step | dict(k_ptr=dtype, v_ptr=dtype, ids_ptr="i32", parts_ptr="fp32", lse_ptr="fp32")
+        return attention.attention_kernel, pointers, fixed | options, attention.WARPS_FP8 if dtype == "u8" else attention.WARPS
+
+    filling = dict(FORMAT=form("bf16"), STAGES=prefill.STAGES, UPCAST=False)
+    parts = dict(GROUP=16, DIM=shape.head_dim, SPLITS=4, LANES=4, v_scale=1.0)
     chosen = dict(HEADS=shape.heads, BLOCK=shape.block_size, TOPK=shape.topk, KEEP=keep, CHUNK=candidates.CHUNK, PER_BLOCK=0)
     merging = dict(WORLD=4, RANKS=4, TOPK=shape.topk, KEEP=keep, BLOCK=shape.block_size, PER_BLOCK=0)
     listing = {"scores_ptr": "fp32", "lens_ptr": "i32"} | pages
@@ -159,6 +167,13 @@ def kernels() -> dict[str, tuple]:
         "merge, P=4": (
             merge.merge_kernel, {"keys_ptr": "i64", "out_ptr": "i32", "state_ptr": "i64", "lens_ptr": "i32"} | pages, merging, merge.WARPS,
         ),
+        "prefill scores": (
+            prefill.prefill_kernel, step | {"starts_ptr": "i32", "scores_ptr": "fp32", "rows_ptr": "i32", "state_ptr": "i64"},
+            prefill.constants(shape, shape.heads, 16, cache) | filling, prefill.WARPS,
+        ),
+        "attention, bf16": attending("bf16"),
+        "attention, fp8": attending("u8"),
+        "attention, merge of parts": (attention.merge_parts_kernel, {"parts_ptr": "fp32", "lse_ptr": "fp32", "out_ptr": "bf16"}, parts, 1),
         "symmetric gather": (gather.gather_kernel, {"payload_ptr": "i32", "out_ptr": "i32"} | words, dict(CHUNK=gather.CHUNK), gather.WARPS),
         "ping-pong": (turns_kernel, {"words_ptr": "i64", "peers_ptr": "i64", "state_ptr": "i32"}, {}, 4),
         "two launches: push": fusing(of_two, fused.PUSH, True, True, True),

@@ -48,3 +48,4 @@ def test_occupancy_of_a_multiprocessor():
     assert compiled.nvidia_programs(128, 4, 0, 233_472, 65_536, 2048) == 4
     assert compiled.nvidia_programs(64, 4, 69_888, 233_472, 65_536, 2048) == 3
     assert compiled.nvidia_programs(16, 4, 0, 233_472, 65_536, 2048) == 16
+    assert compiled.nvidia_programs(16, 1, 0, 233_472, 65_536, 2048) == 32  # programs, whatever their size

@@ -7,8 +7,10 @@ Without the caching allocator each tensor ends where its allocation does, so tha
 table or a score row is an error that memcheck sees.
 """
 
+import attention_cases
 import pytest
 import torch
+from mixed import BATCHES, check_mixed
 from problems import assert_ids, assert_pages, build, oracle
 
 from m3cp.decode import CPDecode, CPLocal, TPDecode
@@ -51,16 +53,19 @@ def test_scores_of_every_geometry(heads, query_len, block, dim, topk):
 
 
 @pytest.mark.parametrize(
-    "form, exchange",
+    "form, exchange, dtype",
     [
-        ("staged", CollectiveExchange),
-        ("staged", SymmetricExchange),
-        ("one_launch", SymmetricExchange),
-        ("two_launch", SymmetricExchange),
+        ("staged", CollectiveExchange, torch.bfloat16),
+        ("staged", SymmetricExchange, torch.bfloat16),
+        ("one_launch", SymmetricExchange, torch.bfloat16),
+        ("two_launch", SymmetricExchange, torch.bfloat16),
+        ("one_launch", SymmetricExchange, torch.float8_e4m3fn),
+        ("two_launch", SymmetricExchange, torch.float8_e4m3fnuz),
     ],
+    ids=str,
 )
-def test_every_form_and_transport(form, exchange):
-    problem = build(SHAPE, [128 * 9 + 3, 0, 128 * 600, 5], 2)
+def test_every_form_and_transport(form, exchange, dtype):
+    problem = build(SHAPE, [128 * 9 + 3, 0, 128 * 600, 5], 2, dtype=dtype)
     there = tight(problem)
     bounds = there.bounds(form=form)
     for decode in (
@@ -127,6 +132,26 @@ def test_a_second_stream_while_the_first_still_runs():
     with torch.cuda.stream(other):
         decode(*problem.tensors, query_len=2)
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("threshold", [0, 1 << 20])
+def test_both_paths_of_an_adaptive_call(threshold):
+    problem = build(SHAPE, [128 * 9 + 3, 0, 128 * 300, 5], 2)
+    there = tight(problem)
+    decode = CPDecode(SHAPE, Shard(0, 1, 4), exchange=SymmetricExchange(), threshold_blocks=threshold, **there.bounds(form="one_launch"))
+    for _ in range(3):
+        assert_ids(decode(*there.tensors, query_len=2), oracle(problem), f"threshold {threshold}")
+    decode.check()
+
+
+@pytest.mark.parametrize("name", ["mixed", "fp8", "eight heads, forced on both sides"])
+def test_prefill_in_mixed_steps(name):
+    check_mixed(BATCHES[name], BATCHES[name].problem.shape.heads, device="cuda", scores_bytes=1 << 14)
+
+
+@pytest.mark.parametrize("name", ["m3", "fp8", "fnuz, draft tokens", "topk 1"])
+def test_attention(name):
+    attention_cases.check(name, device="cuda")
 
 
 def test_page_reads():
