@@ -425,10 +425,10 @@ def gpu_node(tmp_path):
     python.write_text(f'#!/bin/sh\nif [ "$1" = -c ]; then echo 2; else exec {sys.executable} "$@"; fi\n')
     python.chmod(0o755)
 
-    def run(body, *args):
+    def run(body, *args, **given):
         text = f"import pytest\n\n@pytest.mark.gpu\ndef test_one(): pass\n\n@pytest.mark.multigpu\ndef test_two(): {body}\n"
         (tmp_path / "tests" / "test_gpu.py").write_text(text)
-        env = {**os.environ, "PYTHON": str(python), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins cost seconds
+        env = {**os.environ, "PYTHON": str(python), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **given}  # plugins cost seconds
         env.pop("PYTEST_ADDOPTS", None)
         return subprocess.run(
             ["bash", ".ci/run-gpu", *args], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
@@ -453,6 +453,19 @@ def gpu_node(tmp_path):
 def test_run_gpu_fails_on_a_skipped_multi_gpu_test(gpu_node, body, args, status):
     done = gpu_node(body, *args)
     assert done.returncode == status, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("which, one, two", [("no", True, False), ("only", False, True), ("yes", True, True)])
+def test_run_gpu_in_two_parts(gpu_node, which, one, two):
+    done = gpu_node("pass", "2", MULTIGPU=which)
+    seen = done.stdout.count("1 passed")
+    assert done.returncode == 0 and seen == one + two, done.stdout + done.stderr
+    assert gpu_node("assert False", "2", MULTIGPU=which).returncode == int(two)
+
+
+def test_run_gpu_names_a_bad_choice(gpu_node):
+    done = gpu_node("pass", "2", MULTIGPU="maybe")
+    assert done.returncode == 2 and "MULTIGPU='maybe': must be yes, no or only" in done.stderr
 
 
 def test_ci_calls_the_test_command_of_the_readme():

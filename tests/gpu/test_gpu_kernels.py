@@ -34,7 +34,9 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    """Kernels of all cases, compiled side by side into Triton's cache: tests then load them."""
+    """Kernels of all cases, compiled side by side into Triton's cache: tests then load them. Side by side already under xdist."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
     parts = max(1, min(12, (os.cpu_count() or 2) - 2))
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parent.parent)]),
