@@ -9,6 +9,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -214,7 +217,8 @@ def on_cluster(
         As `sweep.main`.
 
     Raises:
-        ValueError: a bad grid or option, or submitit that is not installed.
+        ValueError: a bad grid or option, jobs of an earlier driver that still run, or submitit that is not installed.
+        KeyboardInterrupt: SIGINT or SIGTERM, after the jobs were cancelled.
     """
     try:
         import submitit
@@ -238,10 +242,14 @@ def on_cluster(
     jobs_folder = out / JOBS_FOLDER
     jobs_folder.mkdir(parents=True, exist_ok=True)
     jobs_folder.chmod(0o700)
+    if running := left_jobs(jobs_folder, cluster):
+        how = f"scancel {' '.join(running)}" if cluster == "slurm" else f"kill -INT {' '.join(running)}"
+        raise ValueError(f"{out}: jobs of an earlier driver still run: {', '.join(running)}; wait for them, or cancel them: {how}")
     held = {p for p in points if p in _held(out, set(points))} if not remeasure else set()
     executor = submitit.AutoExecutor(folder=str(jobs_folder), cluster=cluster)
     outcome = sweep.Outcome(points, out)
-    jobs = []
+    jobs: list[tuple[Batch, Any]] = []
+    made: list[tuple[Batch, dict[str, Any]]] = []
     for batch in batches:
         ranks = max(p.world for p in batch.points)
         given: dict[str, Any] = {"timeout_min": int(2 * job_minutes + 10), "name": f"m3cp-{batch.name}"}
@@ -249,17 +257,23 @@ def on_cluster(
             given |= {"nodes": 1, "tasks_per_node": 1, "cpus_per_task": ranks, "slurm_partition": partition}
             given |= {"gpus_per_node": ranks} if device == "cuda" else {}
             given |= {f"slurm_{k}": v for k, v in (slurm or {}).items()}
-        executor.update_parameters(**{k: v for k, v in given.items() if v is not None})
-        options = {"out": out, "device": device, "remeasure": remeasure, "commit": commit, "rows": f"rows.{batch.name}.jsonl"}
-        jobs.append((batch, executor.submit(measure, [p.to_dict() for p in batch.points], options)))
+        made.append((batch, {k: v for k, v in given.items() if v is not None}))
+    told = signal.signal(signal.SIGTERM, _interrupt)
     try:
+        for batch, given in made:
+            executor.update_parameters(**given)
+            options = {"out": out, "device": device, "remeasure": remeasure, "commit": commit, "rows": f"rows.{batch.name}.jsonl"}
+            jobs.append((batch, executor.submit(measure, [p.to_dict() for p in batch.points], options)))
         with _bar(outcome, len(points) - len(held)):
             while not all(job.done() for _, job in jobs):
                 time.sleep(TOLD_S)
     except KeyboardInterrupt:
         for _, job in jobs:
             job.cancel()
+        print(f"interrupted; cancelled jobs {', '.join(job.job_id for _, job in jobs)}; the same command goes on", file=sys.stderr, flush=True)
         raise
+    finally:
+        signal.signal(signal.SIGTERM, told)
     outcome.look()
     skipped = {}
     for row in records.scan(out) if records.rows_files(out) else []:
@@ -279,6 +293,36 @@ def on_cluster(
     print(f"rows: {out}")
     print("\n".join(sweep.table(outcome, before, skipped)))
     return sweep.status(outcome, before, len(skipped), in_time=False)
+
+
+def _interrupt(*_) -> None:
+    raise KeyboardInterrupt
+
+
+def left_jobs(folder: Path, cluster: str) -> list[str]:
+    """Ids of the jobs that were submitted from a run's jobs folder, have left no result, and still wait or run.
+
+    Raises:
+        OSError: Slurm does not answer, so nobody can say.
+    """
+    names = (path.name.removesuffix("_submitted.pkl") for path in sorted(folder.glob("*_submitted.pkl")))
+    open_ids = [name for name in names if not (folder / f"{name}_0_result.pkl").exists()]
+    if not open_ids:
+        return []
+    if cluster == "local":
+        words = f"submitit.local._local\0{folder}\0".encode()
+        return [i for i in open_ids if words in _command(i)]
+    done = subprocess.run(["squeue", "-h", "--me", "-o", "%i"], capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"squeue can't say whether jobs {', '.join(open_ids)} still run: {done.stderr.strip()}")
+    return [i for i in open_ids if i in done.stdout.split()]
+
+
+def _command(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _held(out: Path, wanted: set[Point]) -> set[Point]:

@@ -145,3 +145,27 @@ def test_jobs_of_submitits_local_executor_fill_one_run(tmp_path):
     assert (out / batch.JOBS_FOLDER).stat().st_mode & 0o777 == 0o700
     assert batch.on_cluster("local", grid, **options) == 0
     assert len(records.load(out)) == len(points)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["told to end", "killed"])
+def test_a_driver_that_ends_cancels_its_jobs_or_the_next_one_finds_them(tmp_path, how):
+    grid, out = write(tmp_path, worlds=[2]), tmp_path / "run"
+    command = [sys.executable, "-m", "m3cp.cli", "sweep", str(grid), "--on", "local", "--device", "cpu", "--out", str(out)]
+    log = tmp_path / "log"  # not a pipe: a job that outlives its driver would hold it open
+    driver = subprocess.Popen(command, cwd=ROOT, stdout=log.open("wb"), stderr=subprocess.STDOUT)
+    jobs, deadline = [], time.monotonic() + 30
+    while not jobs and time.monotonic() < deadline:
+        jobs = batch.left_jobs(out / batch.JOBS_FOLDER, "local")
+        time.sleep(0.05)
+    assert len(jobs) == 1
+    family = drivers.family(int(jobs[0]))
+    driver.send_signal(how)
+    driver.wait(timeout=30)
+    assert driver.returncode != 0
+    if how == signal.SIGTERM:
+        assert f"cancelled jobs {jobs[0]}" in log.read_text()
+    else:
+        with pytest.raises(ValueError, match=f"still run: {jobs[0]}; wait for them, or cancel them: kill -INT {jobs[0]}"):
+            batch.on_cluster("local", grid, out=out, device="cpu")
+        os.kill(int(jobs[0]), signal.SIGINT)
+    assert drivers.wait_until_gone(family, 15.0) == [] and batch.left_jobs(out / batch.JOBS_FOLDER, "local") == []
