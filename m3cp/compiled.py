@@ -143,10 +143,11 @@ def kernels() -> dict[str, tuple]:
         return (score.score_kernel, step | {"cache_ptr": dtype, "scores_ptr": "fp32", "state_ptr": "i64"},
                 alone | dict(FORMAT=form(dtype), STAGES=score.STAGES, UPCAST=False), score.WARPS)  # fmt: skip
 
-    def fusing(fixed: dict, phase: int, exchange: bool, gathered: bool, presence: bool = False, dtype: str = "bf16") -> tuple:
+    def fusing(fixed: dict, phase: int, exchange: bool, gathered: bool, presence: bool = False, dtype: str = "bf16", paged: bool = False) -> tuple:
         options = dict(KEEP=keep, STAGES=fused.STAGES, UPCAST=False, PHASE=phase, EXCHANGE=exchange, GATHER=gathered, PRESENCE=presence)
-        options["FORMAT"] = form(dtype)
-        return fused.fused_kernel, step | {"cache_ptr": dtype, "out_ptr": "i32"} | words, fixed | options, fused.WARPS
+        options |= {"FORMAT": form(dtype)} | ({"PER_BLOCK": 8} if paged else fused.NO_PAGES)
+        pointers = step | {"cache_ptr": dtype, "out_ptr": "i32"} | words | (pages if paged else {})
+        return fused.fused_kernel, pointers, fixed | options, fused.WARPS
 
     def attending(dtype: str) -> tuple:
         fixed = attention.constants(shape.heads, 16, shape.head_dim, shape.block_size, shape.topk, 4) | {"scale": shape.head_dim**-0.5}
@@ -182,6 +183,7 @@ def kernels() -> dict[str, tuple]:
         "one launch: CP, replicated": fusing(of_two, fused.ONE_LAUNCH, True, False),
         "one launch: CP, gathered": fusing(of_two, fused.ONE_LAUNCH, True, True),
         "one launch: CP, gathered, fp8": fusing(of_two, fused.ONE_LAUNCH, True, True, dtype="u8"),
+        "one launch: CP, page tables": fusing(of_two, fused.ONE_LAUNCH, True, True, paged=True),
     }  # fmt: skip
 
 

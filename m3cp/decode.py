@@ -169,7 +169,6 @@ class _Decode:
             if tuple(out.shape) != expected or out.dtype != torch.int32 or out.device != self.device or not out.is_contiguous():
                 raise ValueError(f"out of shape {tuple(out.shape)}, {out.dtype} on {out.device}: must be contiguous {expected} int32 on {self.device}")
         if pages is not None:
-            require("pages", type(pages).__name__, self.form == "staged", f"None: form {self.form!r} writes no page table")
             cache_pages = 0 if profiling else cache.shape[0]
             pages.checked(shape, local_heads=self.shard.local_heads, tokens=tokens, cache_pages=cache_pages, device=self.device)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -286,7 +285,7 @@ class TPDecode(_Decode):
             block_table: `[requests, width]` int32 with `width * block_size >= max_context`.
             seq_lens: `[requests]` int32: total tokens including this step's queries; 0 for a padding row.
             out: `[local_heads, tokens, topk]` int32; None returns a view of this object's buffer, valid until the next call.
-            pages: a page table to write in the same pass; staged form only.
+            pages: a page table to write in the same pass.
 
         Returns:
             Logical block ids, ascending, then -1.
@@ -298,7 +297,7 @@ class TPDecode(_Decode):
         cache = cache.view(self.cache_dtype)
         emit = self._emission(pages, cache, block_table, seq_lens, query_len)
         if self.form != "staged":
-            self._fused(q, cache, block_table, seq_lens, query_len, ids)
+            self._fused(q, cache, block_table, seq_lens, query_len, ids, emit)
         else:
             self._local(q, cache, block_table, seq_lens, query_len, tokens, ids, emit)
         return ids
@@ -439,7 +438,7 @@ class CPDecode(CPLocal):
         emit = self._emission(pages, cache, block_table, seq_lens, query_len)
         self.exchange.in_flight.begin(self.device)
         if self.form != "staged":
-            self._fused(q, cache, block_table, seq_lens, query_len, ids)
+            self._fused(q, cache, block_table, seq_lens, query_len, ids, emit)
         else:
             self._staged(q, cache, block_table, seq_lens, query_len, ids, emit)
         self.exchange.in_flight.end(self.device)
@@ -518,20 +517,21 @@ class _Fused:
             raise RuntimeError(f"form={self.owner.form!r}: no program of this kernel fits a compute unit of {self.owner.device}")
         return units * min(fused_op.PROGRAMS_PER_UNIT, fit)
 
-    def launch(self, phase: int, q, cache, block_table, seq_lens, query_len: int, out: torch.Tensor) -> None:
+    def launch(self, phase: int, q, cache, block_table, seq_lens, query_len: int, out: torch.Tensor, emit: Emission | None = None) -> None:
         built = fused_op.fused(
             q, cache, block_table, seq_lens, shape=self.owner.shape, shard=self.shard, query_len=query_len, max_context=self.owner.max_context,
             memory=self.memory, out=out, phase=phase, spin_limit=self.spin_limit, exchange=self.exchange, gather=self.gather,
-            threshold=self.threshold,
+            threshold=self.threshold, emit=emit,
         )  # fmt: skip
-        if not self.owner._warm and built is not None and self.owner.device.type == "cuda":
+        warm = self.owner._warm and (emit is None or emit.table.page_size in self.owner._warm_page_sizes)
+        if not warm and built is not None and self.owner.device.type == "cuda":
             fit = compiled.resident_programs(built, fused_op.WARPS, self.owner.device) * _compute_units(self.owner.device)
             if fit < self.memory.counters.shape[1]:
                 raise RuntimeError(f"{fit} programs of this kernel are resident at once, the grid has {self.memory.counters.shape[1]}: they could wait for ever")
 
-    def __call__(self, q, cache, block_table, seq_lens, query_len: int, out: torch.Tensor) -> None:
+    def __call__(self, q, cache, block_table, seq_lens, query_len: int, out: torch.Tensor, emit: Emission | None) -> None:
         for phase in self.phases:
-            self.launch(phase, q, cache, block_table, seq_lens, query_len, out)
+            self.launch(phase, q, cache, block_table, seq_lens, query_len, out, emit)
 
 
 def _require_shard(shape: IndexerShape, shard: Shard) -> None:

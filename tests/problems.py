@@ -339,3 +339,32 @@ def assert_pages(
         owned = slice(mine.owned_heads.start, mine.owned_heads.stop)
         assert torch.equal(table.pages.cpu(), pages[owned]), path
         assert torch.equal(table.attended.cpu(), attended[owned]), path
+
+
+def assert_fused_pages(problem: Problem, ids: torch.Tensor, *, page_size: int, stride: int, world: int, device="cpu") -> None:
+    """Every rank of two launches, CP's (virtual) and TP's, writes the page table that the ids and the block table imply."""
+    from m3cp.decode import CPDecode, TPDecode
+    from m3cp.kernels.fused import CHOOSE, PUSH
+    from m3cp.pagetable import PageTable
+    from m3cp.shard import Shard
+    from m3cp.testing import _OneProcess
+
+    shape, there, transport = problem.shape, problem.to(device), _OneProcess()
+    pages, attended = expected_pages(problem, ids, page_size=page_size, stride=stride)
+    shards = [Shard(r, world, shape.heads) for r in range(world)]
+    ranks = [CPDecode(shape, s, exchange=transport, queries="replicated", **there.bounds(form="two_launch")) for s in shards]
+    transport.connect()
+    given = dict(tokens=problem.tokens, page_size=page_size, stride=stride, device=there.q.device)
+    tables = [PageTable.empty(shape, local_heads=s.local_heads, **given) for s in shards]
+    for phase in (PUSH, CHOOSE):
+        for rank, table in zip(ranks, tables, strict=True):
+            emit = rank._emission(table, *there.tensors[1:], problem.query_len)
+            cache = there.tensors[1].view(rank.cache_dtype)
+            rank._fused.launch(phase, there.q, cache, *there.tensors[2:], problem.query_len, rank._result(problem.tokens, None), emit)
+    one = PageTable.empty(shape, local_heads=shards[-1].local_heads, **given)
+    tp = TPDecode(shape, shards[-1], **there.bounds(form="one_launch"))
+    tp(there.heads(shards[-1].owned_heads), *there.tensors[1:], query_len=problem.query_len, pages=one)
+    for path, shard, table in [*(("cp", s, t) for s, t in zip(shards, tables, strict=True)), ("tp", shards[-1], one)]:
+        owned = slice(shard.owned_heads.start, shard.owned_heads.stop)
+        assert torch.equal(table.pages.cpu(), pages[owned]), (path, shard)
+        assert torch.equal(table.attended.cpu(), attended[owned]), (path, shard)

@@ -19,7 +19,7 @@ ROWS: list[tuple[str, str, str, str, str]] = [
     ("exchange: process group or a callable", "yes", "test_gloo.py::test_every_rank_gets_its_heads_ids", NO, "test_arguments.py::test_cp_names_what_is_wrong"),
     ("exchange: symmetric memory", "yes", "test_gloo.py::test_every_rank_gets_its_heads_ids", "yes", "test_gpu_ranks.py::test_ranks"),
     ("adaptive: TP's path or CP's, chosen on the device", NO, "test_arguments.py::test_only_the_forms_without_a_cut_are_adaptive", "yes", "test_interpreted_ranks.py::test_few_blocks_take_tps_path_and_many_cps"),
-    ("page tables with the ids", "yes", "test_steps.py::test_page_tables_of_every_case", NO, "test_arguments.py::test_what_only_the_staged_form_has_is_an_error_on_the_others"),
+    ("page tables with the ids", "yes", "test_steps.py::test_page_tables_of_every_case", "yes", "test_interpreted_kernels.py::test_page_tables_of_the_fused_forms"),
     ("graph capture", "yes", "test_gpu_capture.py::test_captured_on_one_block_and_replayed_at_any_length", "yes", "test_gpu_capture.py::test_captured_on_one_block_and_replayed_at_any_length"),
     ("profiling runs without a cache", "yes", "test_steps.py::test_a_profiling_run_chooses_nothing_and_says_so", "yes", "test_interpreted_kernels.py::test_profiling_runs_of_the_one_launch_form"),
     ("reused selections", "yes", "test_options.py::test_reusing_layers_neither_score_nor_exchange", "yes", "test_options.py::test_reusing_layers_neither_score_nor_exchange"),

@@ -7,7 +7,6 @@ from problems import assert_ids, build, oracle
 from m3cp import decode
 from m3cp.decode import CPDecode, CPLocal, TPDecode
 from m3cp.exchange import CollectiveExchange, SymmetricExchange
-from m3cp.pagetable import PageTable
 from m3cp.shapes import IndexerShape
 from m3cp.shard import Shard
 
@@ -181,14 +180,6 @@ def test_lengths_beyond_the_bound_are_found_and_said():
     made = tp()
     made(*PROBLEM.tensors, query_len=2)
     made.check()
-
-
-@pytest.mark.parametrize("form", ["one_launch", "two_launch"])
-def test_what_only_the_staged_form_has_is_an_error_on_the_others(form, monkeypatch):
-    monkeypatch.setattr(decode.tile, "INTERPRETED", True)  # the eager backend has no other form at all
-    pages = PageTable.empty(SHAPE, local_heads=4, tokens=4, page_size=16)
-    with pytest.raises(ValueError, match=f"pages='PageTable': must be None: form '{form}' writes no page table"):
-        tp(form=form)(*PROBLEM.tensors, query_len=2, pages=pages)
 
 
 def test_only_the_forms_without_a_cut_are_adaptive():

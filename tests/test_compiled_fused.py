@@ -17,6 +17,7 @@ from m3cp.shapes import IndexerShape
 pytestmark = pytest.mark.skipif(tile.INTERPRETED, reason="compiles kernels: run without TRITON_INTERPRET")
 WORDS = {name: "i64" for name in ("words_ptr", "peers_ptr", "parts_ptr", "counters_ptr", "state_ptr")}
 POINTERS = {"q_ptr": "bf16", "cache_ptr": "bf16", "table_ptr": "i32", "lens_ptr": "i32", "out_ptr": "i32"} | WORDS
+PAGES = {"pages_ptr": "i32", "attended_ptr": "i32"}
 REGISTERS = {
     "sm_90": 65_536 // 128,
     "gfx942": 512,
@@ -24,7 +25,7 @@ REGISTERS = {
 }  # of a unit, a thread of four warps (a lane of a SIMD)
 
 
-def fused(target, *, exchange=True, gather=False, phase=fused_op.ONE_LAUNCH, presence=False, dtype=torch.bfloat16, adaptive=False):
+def fused(target, *, exchange=True, gather=False, phase=fused_op.ONE_LAUNCH, presence=False, dtype=torch.bfloat16, adaptive=False, per_block=0):
     """The kernel of TP (no exchange) or of one rank of two, for M3's shape and 16 requests."""
     shape = IndexerShape()
     cache = torch.empty(2, 128, 128, dtype=dtype)
@@ -40,7 +41,8 @@ def fused(target, *, exchange=True, gather=False, phase=fused_op.ONE_LAUNCH, pre
         FORMAT=tile.cache_format(dtype),
         ADAPTIVE=adaptive,
     )
-    pointers = POINTERS | ({"cache_ptr": "u8"} if dtype.itemsize == 1 else {})
+    options |= {"PER_BLOCK": per_block} if per_block else fused_op.NO_PAGES
+    pointers = POINTERS | ({"cache_ptr": "u8"} if dtype.itemsize == 1 else {}) | (PAGES if per_block else {})
     return compiled.build(fused_op.fused_kernel, pointers, fixed | options, target, num_warps=fused_op.WARPS)
 
 
@@ -67,6 +69,28 @@ def test_one_launch_over_fp8(target, dtype):
 @pytest.mark.parametrize("phase", [fused_op.PUSH, fused_op.CHOOSE])
 def test_two_launches(target, phase):
     assert_sound(fused(target, phase=phase, gather=True, presence=True))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(dict(gather=True), id="gathered"),
+        pytest.param(dict(phase=fused_op.CHOOSE, gather=True, presence=True), id="two launches"),
+        pytest.param(dict(exchange=False), id="TP", marks=pytest.mark.slow),
+        pytest.param(dict(gather=True, adaptive=True), id="adaptive", marks=pytest.mark.slow),
+        pytest.param(dict(gather=True, per_block=1), id="whole blocks", marks=pytest.mark.slow),
+        pytest.param(dict(gather=True, dtype=torch.float8_e4m3fn), id="fp8", marks=pytest.mark.slow),
+    ],
+)
+def test_page_tables_take_no_program_from_a_unit(target, setting):
+    """Grids are made for the kernel without page tables: with them as many programs must be resident."""
+    paged, plain = fused(target, **({"per_block": 8} | setting)), fused(target, **{k: v for k, v in setting.items() if k != "per_block"})
+    assert_sound(paged)
+    resident = [
+        min(fused_op.PROGRAMS_PER_UNIT, compiled.SHARED_BYTES[target] // b.shared_bytes, REGISTERS[target] // b.registers) for b in (paged, plain)
+    ]
+    assert resident[0] >= resident[1]
 
 
 @pytest.mark.parametrize("target", TARGETS)

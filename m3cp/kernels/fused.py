@@ -36,6 +36,7 @@ import triton.language as tl
 
 from m3cp.kernels import tile
 from m3cp.kernels.candidates import keep_best, kept
+from m3cp.kernels.pages import store_row_pages
 from m3cp.kernels.score import LENGTH_ERROR, constants
 from m3cp.kernels.tile import (
     COLUMNS,
@@ -51,6 +52,7 @@ from m3cp.kernels.tile import (
 )
 from m3cp.kernels.words import POLLED, await_words, put, tagged
 from m3cp.keys import forced_code_jit, order_code_jit
+from m3cp.pagetable import Emission
 from m3cp.shapes import IndexerShape
 from m3cp.shard import Shard
 
@@ -61,6 +63,7 @@ SEGMENT = 64 if tile.INTERPRETED else 256
 WARPS, STAGES, PROGRAMS_PER_UNIT = 4, 2, 3
 WAIT_ERROR = tl.constexpr(2)
 ONE_LAUNCH, PUSH, CHOOSE = 0, 1, 2  # phases
+NO_PAGES = dict(pages_ptr=None, attended_ptr=None, entry_stride=None, PER_BLOCK=0)  # None: no argument of the compiled kernel
 
 _SEGMENT = tl.constexpr(SEGMENT)
 _FAILED = tl.constexpr(-1)  # stands for the block ids of a segment whose wait expired
@@ -226,16 +229,17 @@ def store_row(p_out, block, taken, place, visible, late, TOPK: tl.constexpr, KEE
         "q_ptr", "cache_ptr", "table_ptr", "lens_ptr", "out_ptr", "words_ptr", "peers_ptr", "parts_ptr", "counters_ptr", "state_ptr",
         "requests", "query_len", "pages", "rank", "world", "max_context", "init", "local", "spin_limit",
         "stride_token", "stride_head", "stride_page", "stride_table", "width", "slot_words", "max_tokens", "threshold",
+        "pages_ptr", "attended_ptr", "entry_stride",
     ]
 )  # fmt: skip
 def fused_kernel(
     q_ptr, cache_ptr, table_ptr, lens_ptr, out_ptr, words_ptr, peers_ptr, parts_ptr, counters_ptr, state_ptr,
     requests, query_len, pages, rank, world, max_context, init, local, spin_limit,
-    stride_token, stride_head, stride_page, stride_table, width, slot_words, max_tokens, threshold,
+    stride_token, stride_head, stride_page, stride_table, width, slot_words, max_tokens, threshold, pages_ptr, attended_ptr, entry_stride,
     HEADS: tl.constexpr, LOCAL_HEADS: tl.constexpr, REPLICAS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     TOPK: tl.constexpr, GROUPS: tl.constexpr, REQUESTS: tl.constexpr, ALIGN: tl.constexpr, KEEP: tl.constexpr,
     STAGES: tl.constexpr, UPCAST: tl.constexpr, PHASE: tl.constexpr, EXCHANGE: tl.constexpr, GATHER: tl.constexpr, PRESENCE: tl.constexpr,
-    FORMAT: tl.constexpr, ADAPTIVE: tl.constexpr,
+    FORMAT: tl.constexpr, ADAPTIVE: tl.constexpr, PER_BLOCK: tl.constexpr,
 ):  # fmt: skip
     i_program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -372,6 +376,11 @@ def fused_kernel(
                 o_block = begin_block + tl.arange(0, _SEGMENT)
                 if visible <= _SEGMENT:
                     store_row(out_ptr + row * TOPK, o_block, taken, place, visible, late, TOPK, KEEP)
+                    if PER_BLOCK > 0:
+                        store_row_pages(
+                            out_ptr, row, i_token // query_len, n, table_ptr, stride_table, pages_ptr, attended_ptr, pages, entry_stride,
+                            TOPK, KEEP, BLOCK, PER_BLOCK,
+                        )  # fmt: skip
                 else:
                     p_part = parts_ptr + (row * segments + i_segment) * 2 * KEEP + place
                     put(p_part, tagged(code, launch.to(tl.int32)), taken)
@@ -400,6 +409,11 @@ def fused_kernel(
                         code, o_block, _ = await_parts(row_parts, begin, parts, visible, launch, spin_limit, state_ptr, rank, TOPK, KEEP)
                         taken, place, above, level = place_lanes(code, threshold, free, above, level)
                         store_row(p_out, o_block, taken, place, visible, late, TOPK, KEEP)
+                    if PER_BLOCK > 0:
+                        store_row_pages(
+                            out_ptr, row, i_token // query_len, n, table_ptr, stride_table, pages_ptr, attended_ptr, pages, entry_stride,
+                            TOPK, KEEP, BLOCK, PER_BLOCK,
+                        )  # fmt: skip
     if PHASE == 2:
         # --- choose, one program a row over all its segments: once for the threshold, once to store what passes ---
         for i_row in range(programs - 1 - i_program, LOCAL_HEADS * tokens, programs):
@@ -426,6 +440,15 @@ def fused_kernel(
                 taken, place, above, level = place_lanes(code, threshold, free, above, level)
                 o_block = begin_block + tl.arange(0, _SEGMENT)
                 store_row(out_ptr + row * TOPK, o_block, taken, place, visible, late, TOPK, KEEP)
+        if PER_BLOCK > 0:  # a loop of its own: inside the one above a pointer spilled on sm_90
+            for i_row in range(programs - 1 - i_program, LOCAL_HEADS * tokens, programs):
+                i_token = i_row % tokens
+                row = (i_row // tokens).to(tl.int64) * tokens + i_token
+                n = row_tokens(tl.load(lens_ptr + i_token // query_len), i_token % query_len, query_len, max_context)
+                store_row_pages(
+                    out_ptr, row, i_token // query_len, n, table_ptr, stride_table, pages_ptr, attended_ptr, pages, entry_stride,
+                    TOPK, KEEP, BLOCK, PER_BLOCK,
+                )  # fmt: skip
     if PHASE != 1:
         if PRESENCE:
             if (i_program == 0) & exchanges:
@@ -505,6 +528,7 @@ def fused(
     exchange: bool,
     gather: bool,
     threshold: int | None = None,
+    emit: Emission | None = None,
 ):
     """Launch the kernel once. Returns the compiled kernel (None under the interpreter).
 
@@ -515,8 +539,13 @@ def fused(
         spin_limit: polls after which a wait gives up.
         exchange: scores go to peers; gather: queries do too.
         threshold: with `exchange`: a batch of at most so many blocks takes TP's path; None always exchanges.
+        emit: a page table that the choosing phase writes with the ids.
         out: contiguous `[owned heads, tokens, topk]` int32.
     """
+    paging = NO_PAGES
+    if emit is not None and phase != PUSH:
+        table = emit.table
+        paging = dict(pages_ptr=table.pages, attended_ptr=table.attended, entry_stride=emit.stride(shape), PER_BLOCK=table.per_block(shape))
     heads = shape.heads if exchange else q.shape[1]
     fixed = constants(shape, heads, shard.local_heads if exchange else heads, shard.world if exchange else 1, query_len, seq_lens.numel(), cache)
     return fused_kernel[(memory.counters.shape[1],)](
@@ -524,7 +553,7 @@ def fused(
         seq_lens.numel(), query_len, cache.shape[0], shard.rank, shard.world, max_context, shape.init_blocks, shape.local_blocks, spin_limit,
         q.stride(0), q.stride(1), cache.stride(0), block_table.stride(0), memory.width, memory.slot_words, memory.max_tokens,
         min(threshold or 0, 2**31 - 1), **fixed, KEEP=kept(shape.topk), STAGES=STAGES, UPCAST=tile.INTERPRETED, PHASE=phase, EXCHANGE=exchange, GATHER=gather,
-        PRESENCE=exchange and needs_presence(shape, shard), FORMAT=tile.cache_format(cache.dtype), ADAPTIVE=threshold is not None, num_warps=WARPS,
+        PRESENCE=exchange and needs_presence(shape, shard), FORMAT=tile.cache_format(cache.dtype), ADAPTIVE=threshold is not None, **paging, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -542,5 +571,5 @@ def heaviest(
     return fused_kernel.warmup(
         MockTensor(query), MockTensor(stored), word, word, word, long, long, long, long, long, *[1] * 17,
         **(fixed | dict(ALIGN=16)), KEEP=kept(shape.topk), STAGES=STAGES, UPCAST=tile.INTERPRETED, PHASE=ONE_LAUNCH, EXCHANGE=exchange,
-        GATHER=gather, PRESENCE=exchange and needs_presence(shape, shard), FORMAT=tile.cache_format(dtype), ADAPTIVE=adaptive, num_warps=WARPS, grid=(1,),
+        GATHER=gather, PRESENCE=exchange and needs_presence(shape, shard), FORMAT=tile.cache_format(dtype), ADAPTIVE=adaptive, **NO_PAGES, num_warps=WARPS, grid=(1,),
     )  # fmt: skip

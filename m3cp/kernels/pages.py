@@ -33,6 +33,19 @@ def store_pages(
     tl.store(p_attended, tl.sum(held, 0))
 
 
+@triton.jit
+def store_row_pages(
+    ids_ptr, row, i_request, n, table_ptr, stride_table, pages_ptr, attended_ptr, cache_pages, entry_stride,
+    TOPK: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr, PER_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`store_pages` of a row whose ids this program has stored: the barrier lets every thread read what the others wrote."""
+    tl.debug_barrier()
+    o_k = tl.arange(0, KEEP)
+    ids = tl.load(ids_ptr + row * TOPK + o_k, mask=o_k < TOPK, other=-1)
+    p_table = table_ptr + i_request.to(tl.int64) * stride_table
+    store_pages(ids, n, p_table, pages_ptr + row * (TOPK * PER_BLOCK), attended_ptr + row, cache_pages, entry_stride, TOPK, KEEP, BLOCK, PER_BLOCK)
+
+
 def arguments(emit: Emission | None, shape: IndexerShape, unused) -> dict:
     """Arguments of a choosing kernel: (pages_ptr, attended_ptr, table_ptr, stride_table, cache_pages, entry_stride, PER_BLOCK).
 

@@ -15,7 +15,7 @@ from cases import (
     check_written,
     kernel_scores,
 )
-from problems import assert_ids, assert_pages, build, oracle, rows
+from problems import assert_fused_pages, assert_ids, assert_pages, build, oracle, rows
 
 from m3cp import keys, reference
 from m3cp.decode import TPDecode
@@ -152,6 +152,20 @@ def test_page_tables(case):
     page_size = 16 if case.name != "m3" else 128
     stride = case.shape.block_size // page_size * (1 + len(case.name) % 2)
     assert_pages(case.problem, case.expect, page_size=page_size, stride=stride, world=2)
+
+
+@pytest.mark.parametrize(
+    ("world", "page_size", "factor", "topk", "query_len", "lengths"),
+    [(1, 64, 2, 3, 1, [64 * 9 + 5, 0, 64 * 2 + 1]), (2, 16, 1, 3, 2, [64 * 9 + 5, 0, 1]), (4, 32, 3, 2, 1, [64 * 5, 7, 64 * 8 - 1]),
+     (8, 16, 2, 3, 1, [64 * 9 + 17, 0]), (16, 64, 1, 3, 1, [64 * 18 + 3, 64]),
+     (2, 16, 2, 64, 1, [64 * 66 + 40, 64 * 3]),  # several segments, and topk 64
+     (2, 32, 1, 64, 1, [64 * 63 + 1, 0])],
+)  # fmt: skip
+def test_page_tables_of_the_fused_forms(world, page_size, factor, topk, query_len, lengths):
+    """Short rows, padding rows, blocks whose entry names no page: pages and counts on every rank."""
+    shape = IndexerShape(heads=2, head_dim=64, block_size=64, topk=topk)
+    problem = build(shape, lengths, query_len, bad_pages=2, seed=world)
+    assert_fused_pages(problem, oracle(problem), page_size=page_size, stride=factor * 64 // page_size, world=world)
 
 
 @pytest.mark.parametrize("form", ["staged", "one_launch"])

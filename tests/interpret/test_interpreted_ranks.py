@@ -17,13 +17,14 @@ import pytest
 import quick_interpreter
 import torch
 import torch.distributed as dist
-from problems import assert_ids, build, oracle
+from problems import assert_ids, build, expected_pages, oracle
 from ranks import Ranks
 
 from m3cp import decode
 from m3cp.decode import CPDecode
 from m3cp.exchange import SymmetricExchange
 from m3cp.kernels import gather as gather_op
+from m3cp.pagetable import PageTable
 from m3cp.shapes import IndexerShape
 from m3cp.shard import Shard
 
@@ -195,6 +196,33 @@ def test_rows_of_several_segments(ranks_of):
 
 def test_scores_that_are_not_numbers(ranks_of):
     check(ranks_of(2), shape_of(2, local_blocks=0), "replicated", "one_launch", LENGTHS[::3], kind="special")
+
+
+def paged(rank, form, queries, threshold, lengths):
+    """Back-to-back calls with page tables; those of each call."""
+    shape = shape_of(2)
+    cp, shard = make(rank, shape, queries, form, query_len=2, threshold_blocks=threshold)
+    found = []
+    for i, step in enumerate(lengths):
+        problem = build(shape, step, 2, max_context=BOUND, seed=i, bad_pages=1)
+        table = PageTable.empty(shape, local_heads=shard.local_heads, tokens=problem.tokens, page_size=16, stride=8)
+        cp(*given(problem, shard, queries), query_len=2, pages=table)
+        found.append((table.pages, table.attended))
+    cp.check()
+    return shard, found, cp.counts() if threshold else None
+
+
+@pytest.mark.parametrize("queries, threshold", [("gathered", None), ("gathered", 11), ("replicated", 11)])
+def test_page_tables_call_after_call(ranks_of, queries, threshold):
+    """Of one launch, adaptive on both paths too; calls with and without exchange, padding rows among them."""
+    lengths = LENGTHS[:1] + LENGTHS[4:7]
+    expect = [expected_pages(p, oracle(p), page_size=16, stride=8) for p in
+              (build(shape_of(2), step, 2, max_context=BOUND, seed=i, bad_pages=1) for i, step in enumerate(lengths))]  # fmt: skip
+    for shard, found, counts in ranks_of(2).run(paged, "one_launch", queries, threshold, lengths):
+        assert threshold is None or (0 < counts["cp"] < len(lengths))
+        for got, want in zip(found, expect, strict=True):
+            owned = slice(shard.owned_heads.start, shard.owned_heads.stop)
+            assert torch.equal(got[0], want[0][owned]) and torch.equal(got[1], want[1][owned]), shard
 
 
 def adaptive(rank, shape, queries, form, threshold, lengths, query_len):
