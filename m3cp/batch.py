@@ -258,14 +258,19 @@ def on_cluster(
             given |= {"gpus_per_node": ranks} if device == "cuda" else {}
             given |= {f"slurm_{k}": v for k, v in (slurm or {}).items()}
         made.append((batch, {k: v for k, v in given.items() if v is not None}))
-    told = signal.signal(signal.SIGTERM, _interrupt)
+    asked: list[int] = []  # signals are looked at between submissions: a job whose submission one cut would be nobody's
+    told = {number: signal.signal(number, lambda n, _: asked.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for batch, given in made:
+            if asked:
+                raise KeyboardInterrupt
             executor.update_parameters(**given)
             options = {"out": out, "device": device, "remeasure": remeasure, "commit": commit, "rows": f"rows.{batch.name}.jsonl"}
             jobs.append((batch, executor.submit(measure, [p.to_dict() for p in batch.points], options)))
         with _bar(outcome, len(points) - len(held)):
             while not all(job.done() for _, job in jobs):
+                if asked:
+                    raise KeyboardInterrupt
                 time.sleep(TOLD_S)
     except KeyboardInterrupt:
         for _, job in jobs:
@@ -273,7 +278,8 @@ def on_cluster(
         print(f"interrupted; cancelled jobs {', '.join(job.job_id for _, job in jobs)}; the same command goes on", file=sys.stderr, flush=True)
         raise
     finally:
-        signal.signal(signal.SIGTERM, told)
+        for number, handler in told.items():
+            signal.signal(number, handler)
     outcome.look()
     skipped = {}
     for row in records.scan(out) if records.rows_files(out) else []:
@@ -293,10 +299,6 @@ def on_cluster(
     print(f"rows: {out}")
     print("\n".join(sweep.table(outcome, before, skipped)))
     return sweep.status(outcome, before, len(skipped), in_time=False)
-
-
-def _interrupt(*_) -> None:
-    raise KeyboardInterrupt
 
 
 def left_jobs(folder: Path, cluster: str) -> list[str]:
