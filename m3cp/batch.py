@@ -25,6 +25,7 @@ from m3cp.shapes import Point, require
 
 NOTEBOOK = "10_sweep"
 TOLD_S = 0.5  # between looks at the rows
+CANCEL_S = 20.0  # that an interrupted driver waits for its jobs to end
 JOB_MINUTES = 60.0  # about what one cluster job measures before the next one is cut
 CLUSTERS = ("slurm", "local")
 JOBS_FOLDER = "jobs"  # submitit's, with pickled functions: only its owner may look
@@ -273,9 +274,15 @@ def on_cluster(
                     raise KeyboardInterrupt
                 time.sleep(TOLD_S)
     except KeyboardInterrupt:
-        for _, job in jobs:
-            job.cancel()
-        print(f"interrupted; cancelled jobs {', '.join(job.job_id for _, job in jobs)}; the same command goes on", file=sys.stderr, flush=True)
+        left, until = [job.job_id for _, job in jobs], time.monotonic() + CANCEL_S
+        while left and time.monotonic() < until:  # again and again: a job that is starting may swallow one interrupt
+            for _, job in jobs:
+                if job.job_id in left:
+                    job.cancel()
+            time.sleep(4 * TOLD_S)
+            left = left_jobs(jobs_folder, cluster)
+        ending = f", still ending: {', '.join(left)}" if left else ""
+        print(f"interrupted; cancelled jobs {', '.join(job.job_id for _, job in jobs)}{ending}; the same command goes on", file=sys.stderr, flush=True)
         raise
     finally:
         for number, handler in told.items():
