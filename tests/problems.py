@@ -18,10 +18,15 @@ _empty = torch.empty
 
 
 def poison_fresh_memory(byte: int = POISON) -> None:
-    """From now on `torch.empty` returns memory full of `byte`, so that nothing passes by luck."""
+    """From now on `torch.empty` returns memory full of `byte`, so that nothing passes by luck.
+
+    Code that is being traced stays as it is: a fill would become part of the graph, and compilers refuse one through a view.
+    """
 
     def empty(*args, **kwargs):
         made = _empty(*args, **kwargs)
+        if torch.compiler.is_compiling() or type(made) is not torch.Tensor:  # Dynamo's trace; what decompositions are traced with
+            return made
         if made.numel() and made.is_contiguous() and made.device.type != "meta":
             made.view(-1).view(torch.uint8).fill_(byte)
         return made
