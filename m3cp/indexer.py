@@ -160,6 +160,7 @@ class Indexer:
     def __init__(self, options: CPOptions, decode: TPDecode | CPDecode):
         self.options, self.decode = options, decode
         self.path = options.path
+        self._layer: int | None = None  # the one whose selection is held
         self._chosen: torch.Tensor | None = None
         self._pages: PageTable | None = None
 
@@ -169,26 +170,30 @@ class Indexer:
         """The selection of sparse layer `layer` (0, 1, ...); the other arguments are the decoding object's.
 
         A reusing layer returns the tensor of the layer that selected, or copies it to `out`; its page table must have
-        been written then too.
+        been written then too, with the same page size and stride.
 
         Raises:
-            ValueError: a reusing layer before the one that selects, or with another number of rows.
+            ValueError: a reusing layer before the one that selects, with another number of rows or another page table.
         """
         require_int("layer", layer, 0, 1 << 16)
         first = layer - layer % (self.options.reuse_every if self.options.enabled else 1)
         if layer == first:
+            self._layer = None  # nothing is held if this raises
             self._chosen = self.decode(q, cache, block_table, seq_lens, query_len=query_len, out=out, pages=pages)
-            self._pages, self.path = pages, self.decode.path
+            self._layer, self._pages, self.path = layer, pages, self.decode.path
             return self._chosen
         tokens = seq_lens.shape[0] * query_len
-        if self._chosen is None or self._chosen.shape[1] != tokens:
-            rows = "none" if self._chosen is None else self._chosen.shape[1]
+        if self._layer != first or self._chosen.shape[1] != tokens:
+            rows = "none" if self._layer != first else self._chosen.shape[1]
             raise ValueError(f"layer={layer} of {tokens} rows reuses layer {first}'s selection, which has {rows}: that layer must run first")
         if pages is not None and pages is not self._pages:
-            if self._pages is None or self._pages.pages.shape != pages.pages.shape:
-                raise ValueError(f"pages of layer={layer}, which reuses layer {first}: that layer wrote no page table of this shape")
-            pages.pages.copy_(self._pages.pages)
-            pages.attended.copy_(self._pages.attended)
+            shape, held = self.decode.shape, self._pages
+            if held is None or (held.page_size, held.entry_stride(shape), held.pages.shape) != (pages.page_size, pages.entry_stride(shape), pages.pages.shape):
+                wrote = "no page table" if held is None else f"one of page_size={held.page_size}, stride={held.stride}, shape {tuple(held.pages.shape)}"
+                given = f"page_size={pages.page_size}, stride={pages.stride}, shape {tuple(pages.pages.shape)}"
+                raise ValueError(f"pages of layer={layer} ({given}), which reuses layer {first}: that layer wrote {wrote}")
+            pages.pages.copy_(held.pages)
+            pages.attended.copy_(held.attended)
         self.path = "reused"
         return self._chosen if out is None else out.copy_(self._chosen)
 

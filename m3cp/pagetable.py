@@ -46,6 +46,10 @@ class PageTable:
         """Pages a block."""
         return shape.block_size // self.page_size
 
+    def entry_stride(self, shape: IndexerShape) -> int:
+        """Pages from one entry of the block table to the next."""
+        return self.per_block(shape) if self.stride is None else self.stride
+
     def checked(self, shape: IndexerShape, *, local_heads: int, tokens: int, cache_pages: int, device: torch.device) -> None:
         """Raise a ValueError unless the tensors fit a call.
 
@@ -53,8 +57,7 @@ class PageTable:
             cache_pages: pages of the index cache, which bound the entries of the block table.
         """
         _require_page_size(shape, self.page_size)
-        r = self.per_block(shape)
-        stride = r if self.stride is None else self.stride
+        r, stride = self.per_block(shape), self.entry_stride(shape)
         bound = (2**31 - 1) // max(1, cache_pages)
         allowed = f"None or {r} to {bound}: block_size / page_size = {r}, and page ids of {cache_pages} entries must fit int32"
         require("pages.stride", self.stride, isinstance(stride, int) and r <= stride <= bound, allowed)
@@ -75,7 +78,7 @@ class Emission:
     cache_pages: int
 
     def stride(self, shape: IndexerShape) -> int:
-        return self.table.per_block(shape) if self.table.stride is None else self.table.stride
+        return self.table.entry_stride(shape)
 
 
 def _require_page_size(shape: IndexerShape, page_size: int) -> None:

@@ -175,6 +175,12 @@ def test_reusing_layers_need_a_selection_of_the_same_rows():
         made(1, q[:2], cache, table[:1], lens[:1], query_len=2)
     with pytest.raises(ValueError, match="layer=-1"):
         made(-1, *PROBLEMS[0].tensors, query_len=2)
+    with pytest.raises(ValueError, match="layer=3 of 4 rows reuses layer 2's selection, which has none"):
+        made(3, *PROBLEMS[0].tensors, query_len=2)  # layer 0's is not layer 2's
+    with pytest.raises(ValueError, match="q of shape"):
+        made(2, q[:3], cache, table, lens, query_len=2)
+    with pytest.raises(ValueError, match="layer=3 of 4 rows reuses layer 2's selection, which has none"):
+        made(3, *PROBLEMS[0].tensors, query_len=2)  # nor is one that was refused
 
 
 def test_page_tables_are_reused_with_the_selection():
@@ -184,8 +190,21 @@ def test_page_tables_are_reused_with_the_selection():
     made(1, *PROBLEMS[1].tensors, query_len=2, pages=second)
     assert torch.equal(first.pages, second.pages) and torch.equal(first.attended, second.attended)
     made(2, *PROBLEMS[0].tensors, query_len=2)
-    with pytest.raises(ValueError, match="pages of layer=3, which reuses layer 2: that layer wrote no page table"):
+    with pytest.raises(ValueError, match="pages of layer=3 .page_size=64, .*, which reuses layer 2: that layer wrote no page table"):
         made(3, *PROBLEMS[1].tensors, query_len=2, pages=second)
+
+
+@pytest.mark.parametrize("given", [dict(page_size=16), dict(page_size=64, stride=4)], ids=str)
+def test_a_page_table_of_another_layout_is_not_reused(given):
+    """Pages of another size or stride are other pages, even where the table has the same shape."""
+    made, _ = indexer(2)
+    first, other = (PageTable.empty(SHAPE, local_heads=1, tokens=4, **layout) for layout in (dict(page_size=64), given))
+    made(0, *PROBLEMS[0].tensors, query_len=2, pages=first)
+    with pytest.raises(ValueError, match="pages of layer=1 .*which reuses layer 0: that layer wrote one of page_size=64, stride=None, shape"):
+        made(1, *PROBLEMS[0].tensors, query_len=2, pages=other)
+    same = PageTable.empty(SHAPE, local_heads=1, tokens=4, page_size=64, stride=2)  # what None means
+    made(1, *PROBLEMS[0].tensors, query_len=2, pages=same)
+    assert torch.equal(same.pages, first.pages)
 
 
 def test_a_profiling_step_says_so_through_the_indexer():
