@@ -18,12 +18,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from m3cp import doctor, grid, records, sweep, worker
-
-JOIN_S = 300.0
 
 
 class NodePeers(worker.Peers):
@@ -33,31 +30,9 @@ class NodePeers(worker.Peers):
         self.rank, self.world, self._scratch, self._step = rank, world, scratch, 0
         store = dist.TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world,
-            is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True", timeout=timedelta(seconds=JOIN_S),
+            is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True", timeout=timedelta(seconds=worker.JOIN_S),
         )  # fmt: skip
         self.store = dist.PrefixStore("m3cp", store)
-
-
-def join(facts: dict[str, Any], scratch: Path) -> worker.Place:
-    """Join the ranks of all nodes: this rank's device is its local one."""
-    rank, local, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    peers = NodePeers(rank, world, scratch)
-    if facts["device"] == "cuda":
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-        here = facts["devices"][local]
-        name = max((n for n in worker.DATASHEET_GBS if n in here["name"]), key=len, default=None)
-        place = worker.Place(peers, device, here["l2_bytes"] or None, here["last_level_bytes"], worker.DATASHEET_GBS.get(name))
-    else:
-        torch.set_num_threads(1)
-        place = worker.Place(peers, torch.device("cpu"), None, facts["cpu_last_level_bytes"], None)
-    place.llc_bytes = place.llc_bytes or 32 << 20
-    dist.init_process_group(
-        "nccl" if facts["device"] == "cuda" else "gloo", store=dist.PrefixStore("group", peers.store), rank=rank, world_size=world,
-        timeout=timedelta(seconds=JOIN_S),
-    )  # fmt: skip
-    place.align()
-    return place
 
 
 def node_name(facts: dict[str, Any], world: int) -> str:
@@ -91,10 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     facts["node"] = node_name(facts, world)
     with tempfile.TemporaryDirectory(prefix="m3cp-", ignore_cleanup_errors=True) as folder:
-        scratch = Path(folder)
-        place = join(facts, scratch)
+        place = worker.join(facts, NodePeers(rank, world, Path(folder)), int(os.environ["LOCAL_RANK"]))
         if rank:
-            job = place.peers.exchange(None, JOIN_S)[0]
+            job = place.peers.exchange(None, worker.JOIN_S)[0]
             _run(place, {**job, "scratch": folder})
             return 0
         return _lead(place, given, facts, folder)

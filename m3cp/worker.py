@@ -49,6 +49,7 @@ PROBE_BYTES = {"cuda": GIB // 2, "cpu": 1 << 25}
 CHECKED_BLOCKS = {"cuda": 600_000, "cpu": 4_000}  # the reference checks caches until it has scored so many blocks
 EAGER_BLOCKS = 4_000  # of a rotation, where each call is timed by itself and nothing else asks for more calls
 DRIFT = 0.03
+JOIN_S = 300.0  # for all ranks to meet
 PEER_PATIENCE_S = 600.0  # for ranks that may be compiling
 FAILED_PATIENCE_S = 15.0  # for a rank that failed: the others either come at once or are stuck in a collective
 
@@ -220,33 +221,28 @@ class Place:
         return timing.median(self.samples_us(call, repeats))
 
 
-def join(job: dict[str, Any]) -> Place:
-    """Join the other ranks of a job: device, store, process group."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    peers = Peers(rank, world, Path(job["scratch"]))
+def join(job: dict[str, Any], peers: Peers, local_rank: int) -> Place:
+    """Join the other ranks of a job, of this machine or of several nodes: device, process group.
+
+    Args:
+        job: says of this rank's machine what `sweep.job_facts` does.
+        peers: the ranks' control channel; the process group meets in its store.
+        local_rank: number of this rank's device on its machine.
+    """
     if job["device"] == "cuda":
-        device = torch.device("cuda", rank)
+        device, here = torch.device("cuda", local_rank), job["devices"][local_rank]
         torch.cuda.set_device(device)
-        here = job["devices"][rank]
         name = max((n for n in DATASHEET_GBS if n in here["name"]), key=len, default=None)
         place = Place(peers, device, here["l2_bytes"] or None, here["last_level_bytes"], DATASHEET_GBS.get(name))
-        backend = "nccl"
+        group = {"backend": "nccl", "device_id": device}
     else:
         torch.set_num_threads(1)
-        device = torch.device("cpu")
-        place = Place(peers, device, None, job["cpu_last_level_bytes"], None)
-        backend = "gloo"
+        place = Place(peers, torch.device("cpu"), None, job["cpu_last_level_bytes"], None)
+        group = {"backend": "gloo"}
     place.llc_bytes = place.llc_bytes or 32 << 20  # where the system doesn't say
-    if world > 1:
-        options = {"device_id": device} if backend == "nccl" else {}
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("group", peers.store),
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=300),
-            **options,
-        )
+    if peers.world > 1:
+        store = dist.PrefixStore("group", peers.store)
+        dist.init_process_group(**group, store=store, rank=peers.rank, world_size=peers.world, timeout=timedelta(seconds=JOIN_S))
     place.align()
     return place
 
@@ -259,7 +255,7 @@ def run(job: dict[str, Any], body: Callable[[Place, dict[str, Any]], None]) -> N
     rank, scratch = int(os.environ["RANK"]), Path(job["scratch"])
     status = 1
     try:
-        place = join(job)
+        place = join(job, Peers(rank, int(os.environ["WORLD_SIZE"]), scratch), rank)
         body(place, job)
         gc.collect()
         place.peers.leave()
