@@ -179,10 +179,19 @@ class BreakEven:
     sure: bool = True
     source: str = "measured"
 
+    def _show(self, value: float) -> str:
+        return tokens_about(value) if self.axis == "context_tokens" else f"{value:.3g}"
+
+    @property
+    def band(self) -> str:
+        """Its 95% band in words, such as "31.9k to 41.2k"."""
+        low = self._show(self.low) if self.low > 0 else "below the range"
+        return f"{low} to {self._show(self.high) if math.isfinite(self.high) else 'beyond the range'}"
+
     @property
     def text(self) -> str:
         """The answer as a sentence."""
-        show = tokens_about if self.axis == "context_tokens" else (lambda v: f"{v:.3g}")
+        show = self._show
         what, other = (
             ("context", f"batch {self.at:.0f}")
             if self.axis == "context_tokens"
@@ -194,12 +203,10 @@ class BreakEven:
             return f"at {other}: below range, CP is faster throughout ({self.source})"
         if self.answer == "undecided" and self.value is None:
             return f"at {other}: undecided ({self.source})"
-        low = f"{show(self.low)}" if self.low > 0 else "below the range"
-        high = f"{show(self.high)}" if math.isfinite(self.high) else "beyond the range"
         extra = "" if self.sure or self.answer != "crosses" else ", uncertain"
         between = f", between {show(self.bracket[0])} and {show(self.bracket[1])}" if self.bracket else ""
         word = {"undecided": "undecided, about", "extrapolated": "extrapolated to"}.get(self.answer, "about")
-        return f"at {other}: {word} {what} {show(self.value)} (95% {low} to {high}{between}{extra}; {self.source})"
+        return f"at {other}: {word} {what} {show(self.value)} (95% {self.band}{between}{extra}; {self.source})"
 
 
 def tokens_about(tokens: float) -> str:
@@ -244,6 +251,9 @@ def _answer(value: float, drawn: np.ndarray) -> tuple[str, float, float]:
 def break_even_measured(paired, axis: str = "context_tokens") -> list[BreakEven]:
     """Break-even by interpolation between measured neighbours, one answer for each value of the other axis.
 
+    Pairs timed behind an evicting read are no neighbours: they are another experiment (`fit.fittable`). A value of the
+    other axis with no other pairs has no answer.
+
     Args:
         paired: rows of `pairs` of one variant and mix.
         axis: along which CP begins to win: "context_tokens" or "batch".
@@ -261,7 +271,7 @@ def break_even_measured(paired, axis: str = "context_tokens") -> list[BreakEven]
     shape, source = paired["shape"].iloc[0], "published" if set(paired["source"]) == {"published"} else "measured"
     unread = shape.topk * shape.block_size if axis == "context_tokens" else 0
     found = []
-    for at, rows in paired.groupby(other):
+    for at, rows in paired[~paired["evicted"].astype(bool)].groupby(other):
         rows = rows.sort_values(axis)
         x = rows[axis].to_numpy(dtype=float)
         delta, draws = rows["delta_us"].to_numpy(dtype=float), np.stack(list(rows["draws"]), axis=1)
@@ -291,7 +301,7 @@ class MeasuredLine:
 
     Args:
         name: of the variant, and what was charged, in words.
-        pairs: its pairs, with the charge in `delta_us`; all of one grid bound.
+        pairs: its pairs, with the charge in `delta_us`; all of one grid bound, none behind an evicting read.
         charge_us: microseconds a call that were added to CP.
         answers: break-even over context, one a batch.
     """
@@ -352,8 +362,8 @@ def charged(pairs: Any, us: float) -> Any:
 def measured_lines(frame, draws: int = 400) -> list[MeasuredLine]:
     """The measured break-even lines of a run: our fastest form, gathered and replicated, and every engine's CP.
 
-    Of uniform batches at the world, dtype and query length that most pairs have; of several grid bounds the one with
-    most contexts. Replicated queries are charged with the extra projection where their rows do not hold it: as others
+    Of uniform batches at the world, dtype and query length that most pairs have, not behind an evicting read; of several
+    grid bounds the one with most contexts. Replicated queries are charged with the extra projection where their rows do not hold it: as others
     measured it, and once more as if its weights were read at the page-read rate.
 
     Args:
@@ -364,7 +374,7 @@ def measured_lines(frame, draws: int = 400) -> list[MeasuredLine]:
         One line a variant and charge, ours first; empty where no CP row met its baseline.
     """
     paired = pairs(frame, draws=draws)
-    paired = paired[(paired["mix"] == "uniform") & (paired["rows_padded"] == 0)]
+    paired = paired[(paired["mix"] == "uniform") & (paired["rows_padded"] == 0) & ~paired["evicted"].astype(bool)]
     same = ("world", "dtype", "query_len", "shape", "cache", "launch", "node", "code_hash", "source", "boundary")
     sets = split(paired, same)
     if not sets:

@@ -1,6 +1,8 @@
 """How good a cost model is where it was not fitted: rows left out by context, batch or mix, against a straight line.
 
-What counts is the difference CP - TP near break-even, not a few percent of each arm; so that is checked too.
+What counts is the difference CP - TP near break-even, not a few percent of each arm; so that is checked too. Where the
+measurement's own interval is wider than the error allowed and holds the modelled value, it can tell neither a hit nor a
+miss: such points and lines are counted apart.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from m3cp.shapes import require
 
 STATE = ("arm", "form", "exchange", "queries", "world", "dtype", "query_len", "cache_state")  # what tells arms apart here
 HELD_OUT = ("context_tokens", "batch", "mix")
-LEAST_ROWS = 8  # of an arm in the error table
+LEAST_ROWS = 8  # of an arm in the error table, and to predict others from: on fewer the model is little more than a line
 NEAR = 4.0  # a point is near break-even within this factor of its context
 ARM_ERROR, DIFFERENCE_US, DIFFERENCE_SHARE, BREAK_EVEN_ERROR = 0.05, 0.5, 0.10, 0.15  # what is aimed at
+UNDECIDED = "undecided by the measurement"
 
 
 def held_out(rows, by: str, terms: Sequence[str] = ALL_TERMS):
@@ -43,7 +46,8 @@ def held_out(rows, by: str, terms: Sequence[str] = ALL_TERMS):
 
     Returns:
         A frame with context_tokens, batch, mix, measured_us, model_us, line_us, model_error and line_error (relative
-        to the measurement); empty where nothing can be left out.
+        to the measurement); empty where nothing can be left out. A value is left out only where eight rows or more are
+        left to predict it from.
 
     Raises:
         ValueError: another `by`.
@@ -54,7 +58,7 @@ def held_out(rows, by: str, terms: Sequence[str] = ALL_TERMS):
     read, lines = fittable(timed(rows)), []
     for value in sorted(set(read[by])):
         train, test = read[read[by] != value], read[read[by] == value]
-        if len(set(train["distinct_bytes_read"])) < 3:
+        if len(train) < LEAST_ROWS or len(set(train["distinct_bytes_read"])) < 3:
             continue
         model = fit_model(train, terms, vary=_vary(train))
         plain = train[train["mix"] == train["mix"].value_counts().idxmax()]
@@ -84,8 +88,8 @@ def _vary(rows) -> tuple[str, ...]:
 def error_table(frame, terms: Sequence[str] = ALL_TERMS):
     """Median and worst relative errors of every arm: in sample, and held out by batch, context and mix.
 
-    A straight line is fitted to the same rows. Arms with fewer than eight rows to fit are left out: on those the model
-    is little more than a line, and what is left out is mostly beyond the rest.
+    A straight line is fitted to the same rows. Arms with fewer than eight rows to fit are left out: what is left out of
+    those is mostly beyond the rest.
     """
     import pandas
 
@@ -130,9 +134,10 @@ def differences(comparison: Comparison, terms: Sequence[str] = ALL_TERMS):
     """Predicted against measured CP - TP at the points near break-even, in sample and with their context left out.
 
     Returns:
-        A frame with context_tokens, batch, measured_us, in_sample_us, held_out_us (NaN where nothing can be left
-        out), beyond (the context left out is the shortest or the longest: held out is extrapolated), allowed_us (the
-        larger of 0.5 us and a tenth), in_sample_ok, held_out_ok.
+        A frame with context_tokens, batch, measured_us and its interval's low_us and high_us, in_sample_us, held_out_us
+        (NaN where nothing can be left out), beyond (the context left out is the shortest or the longest: held out is
+        extrapolated), allowed_us (the larger of 0.5 us and a tenth), in_sample_ok, held_out_ok (within what is allowed),
+        in_sample_undecided, held_out_undecided (`undecided`).
     """
     import pandas
 
@@ -155,14 +160,21 @@ def differences(comparison: Comparison, terms: Sequence[str] = ALL_TERMS):
             left_out[context] = tuple(fit_model(arm, terms) for arm in rest) if enough else None
         measured, inside = float(pair["delta_us"]), _difference(models, context, batch)
         outside = _difference(left_out[context], context, batch) if left_out[context] else math.nan
-        allowed = max(DIFFERENCE_US, DIFFERENCE_SHARE * abs(measured))
+        allowed, ends = max(DIFFERENCE_US, DIFFERENCE_SHARE * abs(measured)), (float(pair["delta_low"]), float(pair["delta_high"]))
         lines.append({
-            "context_tokens": context, "batch": batch, "measured_us": measured, "in_sample_us": inside, "held_out_us": outside,
-            "beyond": context in (low, high), "allowed_us": allowed, "in_sample_ok": abs(inside - measured) <= allowed,
-            "held_out_ok": abs(outside - measured) <= allowed,
+            "context_tokens": context, "batch": batch, "measured_us": measured, "low_us": ends[0], "high_us": ends[1], "in_sample_us": inside,
+            "held_out_us": outside, "beyond": context in (low, high), "allowed_us": allowed, "in_sample_ok": abs(inside - measured) <= allowed,
+            "held_out_ok": abs(outside - measured) <= allowed, "in_sample_undecided": undecided(inside, *ends, allowed),
+            "held_out_undecided": undecided(outside, *ends, allowed),
         })  # fmt: skip
-    names = ["context_tokens", "batch", "measured_us", "in_sample_us", "held_out_us", "beyond", "allowed_us", "in_sample_ok", "held_out_ok"]
+    names = ["context_tokens", "batch", "measured_us", "low_us", "high_us", "in_sample_us", "held_out_us", "beyond", "allowed_us", "in_sample_ok",
+             "held_out_ok", "in_sample_undecided", "held_out_undecided"]  # fmt: skip
     return pandas.DataFrame.from_records(lines, columns=names)
+
+
+def undecided(modelled: float, low: float, high: float, allowed: float) -> bool:
+    """Whether a measurement can't judge a modelled value: its interval is wider than the error allowed, and holds the value."""
+    return high - low > allowed and low <= modelled <= high
 
 
 def _difference(models: tuple[CostModel, CostModel], context: int, batch: int) -> float:
@@ -178,8 +190,9 @@ class Target:
         name: what is aimed at.
         value: what it came to; NaN without data.
         allowed: the largest value that meets it.
-        met: None where there are no data to judge by.
+        met: None where it is not judged.
         note: what to know about the value, in words.
+        undecided: it is not judged because the measurement can't (`undecided`).
     """
 
     name: str
@@ -187,11 +200,12 @@ class Target:
     allowed: float
     met: bool | None
     note: str = ""
+    undecided: bool = False
 
     @property
     def word(self) -> str:
-        """The verdict: met, MISSED, or not judged."""
-        return {True: "met", False: "MISSED", None: "not judged"}[self.met]
+        """The verdict: met, MISSED, undecided by the measurement, or not judged."""
+        return UNDECIDED if self.undecided else {True: "met", False: "MISSED", None: "not judged"}[self.met]
 
     @property
     def text(self) -> str:
@@ -203,25 +217,28 @@ def targets(comparison: Comparison, terms: Sequence[str] = ALL_TERMS) -> list[Ta
     """The aims of the cost model for one comparison: each arm, the difference near break-even, break-even itself.
 
     Break-even is judged where its measured neighbours lie within a factor of two: further apart, the interpolated value
-    is no better known than the modelled one.
+    is no better known than the modelled one. Points and lines that the measurement can't judge (`undecided`) count neither
+    as met nor as missed.
     """
     models, found = tuple(fit_model(fittable(arm), terms) for arm in arm_frames(comparison)), []
     for model in models:
         error = float(np.median(np.abs(model.fit.residuals)))
         found.append(Target(f"{model.arm}: median error of a row", error, ARM_ERROR, error <= ARM_ERROR, f"worst {model.fit.worst:.1%}"))
     near = differences(comparison, terms)
-    for name, column, rows in (
-        ("in sample", "in_sample_us", near),
-        ("context held out", "held_out_us", near[~near["beyond"]]),
-        ("context held out at an end of the range", "held_out_us", near[near["beyond"]]),
+    for name, kind, rows in (
+        ("in sample", "in_sample", near),
+        ("context held out", "held_out", near[~near["beyond"].astype(bool)]),
+        ("context held out at an end of the range", "held_out", near[near["beyond"].astype(bool)]),
     ):
-        share = (rows[column] - rows["measured_us"]).abs() / rows["allowed_us"]
-        share = share[np.isfinite(share)]
-        if len(share):
-            worst = float(share.max())
-            judged = None if name.endswith("range") else worst <= 1.0
-            note = f"{int((share <= 1).sum())} of {len(share)} points within" + (", extrapolated" if judged is None else "")
-            found.append(Target(f"CP - TP near break-even, {name}: worst error over what is allowed", worst, 1.0, judged, note))
+        share = (rows[f"{kind}_us"] - rows["measured_us"]).abs() / rows["allowed_us"]
+        known, open_ = np.isfinite(share), rows[f"{kind}_undecided"].astype(bool)
+        share, left = share[known & ~open_], int((known & open_).sum())
+        if len(share) or left:
+            worst = float(share.max()) if len(share) else math.nan
+            judged = None if name.endswith("range") or not len(share) else worst <= 1.0
+            note = f"{int((share <= 1).sum())} of {len(share)} points within" + (f"; {left} {UNDECIDED}" if left else "")
+            note += ", extrapolated" if name.endswith("range") else ""
+            found.append(Target(f"CP - TP near break-even, {name}: worst error over what is allowed", worst, 1.0, judged, note, not len(share)))
     modelled = {a.at: a for a in break_even_model(*models, sorted(set(comparison.pairs["batch"])), draws=50)}
     for answer in comparison.measured:
         if answer.value and modelled[answer.at].value and answer.answer == "crosses":
@@ -230,8 +247,10 @@ def targets(comparison: Comparison, terms: Sequence[str] = ALL_TERMS) -> list[Ta
             there = _difference(models, round(answer.value), int(answer.at))
             note = f"modelled CP - TP there {there:+.2f} us"
             note += f"; neighbours {tokens_about(answer.bracket[0])} and {tokens_about(answer.bracket[1])} too far apart" if sparse else ""
-            met = None if sparse else error <= BREAK_EVEN_ERROR
-            found.append(Target(f"break-even at batch {answer.at:.0f}: error against the measured one", error, BREAK_EVEN_ERROR, met, note))
+            open_ = not sparse and undecided(modelled[answer.at].value, answer.low, answer.high, BREAK_EVEN_ERROR * answer.value)
+            note += f"; measured {answer.band}" if open_ else ""
+            met = None if sparse or open_ else error <= BREAK_EVEN_ERROR
+            found.append(Target(f"break-even at batch {answer.at:.0f}: error against the measured one", error, BREAK_EVEN_ERROR, met, note, open_))
     return found
 
 
@@ -278,8 +297,10 @@ def tables(loaded: Any, found: Sequence[Comparison]) -> list[str]:
         lines_of = [t for t in aims if t.name.startswith("break-even")]
         judged = [t for t in lines_of if t.met is not None]
         met = f"{sum(t.met for t in judged)} of {len(judged)} batches, worst {max(t.value for t in judged):.0%}" if judged else "none judged"
-        sparse = f"; {len(lines_of) - len(judged)} measured too sparsely to judge" if len(judged) < len(lines_of) else ""
-        lines.append(f"| {name} P={first['world']} {first['dtype']} | {' | '.join(points)} | {met}{sparse} |")
+        open_ = sum(t.undecided for t in lines_of)
+        sparse = len(lines_of) - len(judged) - open_
+        met += (f"; {open_} {UNDECIDED}" if open_ else "") + (f"; {sparse} measured too sparsely to judge" if sparse else "")
+        lines.append(f"| {name} P={first['world']} {first['dtype']} | {' | '.join(points)} | {met} |")
     return lines
 
 

@@ -230,6 +230,8 @@ def pays_from(comparison: crossover.Comparison) -> tuple[str, str]:
     known = crossings(comparison)
     if not known:
         words = {a.answer for a in comparison.measured}
+        if not words:
+            return "undecided", "no point was measured but behind an evicting read"
         most = int((comparison.pairs["context_tokens"] * comparison.pairs["batch"]).max())
         if words <= {"none in range"}:
             return "never", f"TP is faster at every measured point, up to {short(most)} tokens a step"
@@ -276,8 +278,11 @@ def judged(found: Review, choice: Choice) -> advice.Static:
 
 
 def reference(comparison: crossover.Comparison) -> Any:
-    """Pairs at which gains are quoted: for each of `REFERENCE_TOKENS` the measured pair with nearest tokens a step."""
-    read = comparison.pairs[comparison.pairs["read"]]
+    """Pairs at which gains are quoted: for each of `REFERENCE_TOKENS` the measured pair with nearest tokens a step.
+
+    Pairs that read no key, or were timed behind an evicting read, are not quoted.
+    """
+    read = comparison.pairs[comparison.pairs["read"] & ~comparison.pairs["evicted"]]
     tokens = read["context_tokens"] * read["batch"]
     nearest = [(np.log2(tokens / want).abs() + 0.01 * np.log2(read["batch"])).idxmin() for want in REFERENCE_TOKENS]
     return read.loc[list(dict.fromkeys(nearest))]
@@ -375,6 +380,8 @@ def sure(found: Review) -> str:
         text += f"; measured break-even is known to ±{max(1.0, 100 * widest):.0f}% (rounds within one process)"
     aims = [target for target in found.aims if target.met is not None]
     text += f"; the cost model meets {sum(t.met for t in aims)} of {len(aims)} of its aims"
+    open_ = sum(target.undecided for target in found.aims)
+    text += f" ({open_} more {heldout.UNDECIDED})" if open_ else ""
     unsteady = int(pairs["unsteady"].sum())
     if unsteady:
         text += (
@@ -458,11 +465,14 @@ def floor_of(comparison: crossover.Comparison) -> dict[tuple[int, int], tuple[fl
 def aims_table(found: Review) -> str:
     """What was aimed at for the cost model, what it came to, and whether that is enough."""
     rows = [
-        [t.name, f"{t.value:.3g}", f"{t.allowed:.3g}", {True: "met", False: "MISSED", None: "no data"}[t.met]]
+        [t.name, f"{t.value:.3g}", f"{t.allowed:.3g}", t.word, t.note]
         for t in found.aims
     ]
-    note = "Where an aim is missed, believe the break-even between measured neighbours, not the model's."
-    return table(["aim", "came to", "allowed", ""], rows, note)
+    note = (
+        "Where an aim is missed, believe the break-even between measured neighbours, not the model's. Undecided by the measurement: its own "
+        "95% interval is wider than the error allowed and holds the modelled value."
+    )
+    return table(["aim", "came to", "allowed", "", ""], rows, note)
 
 
 def provenance(found: Review) -> str:

@@ -124,7 +124,6 @@ TERMS: dict[str, Term] = {
         "us per doubling", "the exchange, per doubling of the KiB sent", lambda load, k: math.log2(1.0 + load.sent_kib), _exchanging
     ),
     "over64": _over(64),
-    "over1024": _over(1024),
     "wave": Term("us per wave", "programs that idle in the last wave of blocks", _wave, lambda arm, k: k.wave_blocks > 0),
     "rows": Term("us/row", "per query row", lambda load, k: load.rows),
     "row_heads": Term("us per row and head", "per query row and head scored", lambda load, k: load.rows * load.heads),

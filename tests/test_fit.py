@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import synthetic
 
-from m3cp import crossover, fit, frames, heldout, leastsq
+from m3cp import crossover, fit, frames, heldout, leastsq, review
 from m3cp.shapes import Point
 
 RNG = np.random.default_rng
@@ -464,6 +464,33 @@ def test_rows_behind_an_evicting_read_stay_out_of_slopes():
         fit.fit_model(frames.table([dataclasses.replace(r, evict_us=30.0) for r in without if r.point.arm == "tp"]))
 
 
+def late_short_rows(contexts=(1024, 8192, 32_768), batches=(8, 32)):
+    """Rows whose shortest context was timed behind an evicting read; CP wins at all others."""
+    rows = synthetic.rows(cp={**synthetic.CP, "launch": 4.1}, contexts=contexts, batches=batches, jitter=0.001, form="one_launch")
+    return [dataclasses.replace(r, evict_us=30.0) if r.point.context_tokens == contexts[0] else r for r in rows]
+
+
+def test_break_even_is_not_interpolated_from_rows_behind_an_evicting_read():
+    rows = late_short_rows()
+    paired = crossover.pairs(frames.table(rows))
+    assert set(paired[paired["delta_us"] > 0]["context_tokens"]) == {1024}  # with them, break-even would be 2k
+    assert [a.answer for a in crossover.break_even_measured(paired)] == ["below range"] * 2
+    assert [a.at for a in crossover.break_even_measured(paired, axis="batch")] == [8192, 32_768]
+    line = crossover.measured_lines(frames.table(rows))[0]
+    assert {line.cell(a) for a in line.answers} == {"below range (from 8k)"} and min(line.pairs["context_tokens"]) == 8192
+    found = crossover.comparisons(frames.table(rows), draws=20)[0]
+    assert {a.answer for a in found.measured} == {"below range"} and review.pays_from(found)[0] == "always"
+
+
+def test_rows_behind_an_evicting_read_alone_answer_nothing():
+    late = [dataclasses.replace(r, evict_us=30.0) for r in late_short_rows(contexts=(4096, 8192, 32_768))]
+    paired = crossover.pairs(frames.table(late))
+    assert crossover.break_even_measured(paired) == [] and crossover.measured_lines(frames.table(late)) == []
+    assert review.pays_from(crossover.comparisons(frames.table(late), draws=20)[0])[0] == "undecided"
+    quoted = review.reference(crossover.comparisons(frames.table(late_short_rows(contexts=(8192, 16_384, 32_768))), draws=20)[0])
+    assert set(quoted["context_tokens"]) == {16_384, 32_768}
+
+
 # Held out, aims, what moves the line, and what is only assumed.
 
 
@@ -521,6 +548,64 @@ def test_the_aims_are_met_on_a_node_of_the_models_kind_and_missed_on_another(fin
         bent.append(dataclasses.replace(row, samples_us=[s + jump for s in row.samples_us]))
     missed = [t.text for t in heldout.targets(crossover.comparisons(frames.table(bent), draws=50)[0]) if t.met is False]
     assert any("CP - TP near break-even, in sample" in t and "MISSED" in t for t in missed)
+
+
+def lines_of(comparison, at, value, low, high):
+    """The aims about break-even where the measured one is said to be `value`, between `low` and `high`."""
+    given = crossover.BreakEven("context_tokens", at, "crosses", value, low, high, (0.8 * value, 1.3 * value), True)
+    return [t for t in heldout.targets(dataclasses.replace(comparison, measured=(given,))) if t.name.startswith("break-even")]
+
+
+@pytest.mark.parametrize(
+    ("times", "ends", "word"),
+    [
+        (1.30, (0.9, 1.7), "undecided by the measurement"),  # 23% off, and the measurement allows that
+        (1.05, (0.9, 1.7), "undecided by the measurement"),  # within 15%, which such a measurement can't show either
+        (1.30, (1.1, 1.9), "MISSED"),  # a wide interval, and the model lies outside of it
+        (1.30, (1.28, 1.32), "MISSED"),
+        (1.05, (0.98, 1.09), "met"),
+        (1.05, (0.0, math.inf), "undecided by the measurement"),
+    ],
+)
+def test_a_break_even_that_was_hardly_measured_decides_nothing(fine, times, ends, word):
+    """`times` and `ends`: the measured break-even and its interval over the modelled one."""
+    model = next(a for a in fine.model if a.at == 1).value
+    (aim,) = lines_of(fine, 1.0, times * model, *(end * model for end in ends))
+    assert aim.word == word and aim.undecided == (word == heldout.UNDECIDED) and (aim.met is None) == aim.undecided
+    assert word in aim.text
+
+
+def noisy_at(context, off_us=0.0, noise=0.0):
+    """A synthetic node whose CP rows at one context are `off_us` slower and scatter by `noise` (relative)."""
+    rows = []
+    for row in synthetic.rows(contexts=(4096, 8192, 16_384, 32_768, 65_536, 131_072), batches=(1, 2, 8, 32), noise=0.002):
+        if row.point.arm == "cp" and row.point.context_tokens == context:
+            us = row.samples_us[0]
+            row = dataclasses.replace(row, samples_us=[us * (1 + noise * v) + off_us for v in (-1, -0.6, -0.3, 0, 0.3, 0.6, 1)])
+        rows.append(row)
+    return crossover.comparisons(frames.table(rows), fit.ALL_TERMS, draws=50)[0]
+
+
+def test_points_that_were_hardly_measured_count_apart_and_misses_stay_misses():
+    calm, noisy, wrong = noisy_at(16_384), noisy_at(16_384, noise=0.3), noisy_at(16_384, off_us=12.0, noise=0.3)
+    name = "CP - TP near break-even, in sample"
+
+    def aim(comparison):
+        return next(t for t in heldout.targets(comparison) if t.name.startswith(name))
+
+    assert aim(calm).word == "met" and "undecided" not in aim(calm).note
+    points = heldout.differences(noisy)
+    open_ = points[points["in_sample_undecided"]]
+    assert len(open_) and set(open_["context_tokens"]) == {16_384}
+    assert f"{len(points) - len(open_)} of {len(points) - len(open_)} points within; {len(open_)} undecided" in aim(noisy).note
+    assert aim(noisy).word == "met"
+    assert aim(wrong).word == "MISSED"  # as noisy, but the model lies outside of what was measured
+    missed = heldout.differences(wrong)
+    missed = missed[~missed["in_sample_ok"] & ~missed["in_sample_undecided"]]
+    assert 16_384 in set(missed["context_tokens"])
+    every = dataclasses.replace(noisy, pairs=noisy.pairs[noisy.pairs["context_tokens"] == 16_384])
+    assert aim(every).word == "undecided by the measurement" and aim(every).met is None
+    assert "0 of 0 points within" in aim(every).note
 
 
 def test_what_moves_the_line_in_words(fine):
@@ -611,6 +696,8 @@ def test_a_node_with_skewed_rows_learns_what_imbalance_costs():
     assert model.mixes == ("log_uniform", "one_long_rest_1k", "uniform")
     by_mix = heldout.held_out(frame[frame["arm"] == "tp"], "mix")
     assert set(by_mix["mix"]) == set(model.mixes) and by_mix["model_error"].abs().median() < 0.03
+    few = frame[(frame["arm"] == "tp") & ((frame["mix"] == "uniform") | (frame["context_tokens"] == 32_768) & (frame["batch"] < 32))]
+    assert set(heldout.held_out(few, "mix")["mix"]) == {"log_uniform", "one_long_rest_1k"}  # six rows don't predict uniform ones
 
 
 def test_sets_of_rows_have_names_of_their_own():
