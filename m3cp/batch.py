@@ -6,6 +6,7 @@ read from the run's rows, never from an executed notebook or a job's exit status
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -14,20 +15,25 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from m3cp import doctor, records, sweep
+from m3cp import doctor, records, sweep, watchdog
 from m3cp import grid as planning
 from m3cp.shapes import Point, require
 
 NOTEBOOK = "10_sweep"
 TOLD_S = 0.5  # between looks at the rows
+LOOK_S = 10.0  # between questions to the cluster
+LATE_S = 30.0  # that a shared file system may take to show the result of a job that the cluster no longer has
+SILENT_S = 600.0  # without an answer of the cluster, after which the driver gives up
 CANCEL_S = 20.0  # that an interrupted driver waits for its jobs to end
 JOB_MINUTES = 60.0  # about what one cluster job measures before the next one is cut
 CLUSTERS = ("slurm", "local")
+COMPLETING = "COMPLETING"  # Slurm's word for a job whose processes have ended
 JOBS_FOLDER = "jobs"  # submitit's, with pickled functions: only its owner may look
 
 
@@ -160,17 +166,20 @@ def by_notebooks(
 
 
 class _bar:
-    """One bar over Points, moved by the rows that come while something else runs."""
+    """One bar over Points, moved by the rows that come while something else runs; `say` puts words behind it."""
 
     def __init__(self, outcome: sweep.Outcome, total: int):
         self._outcome, self._total, self._end = outcome, total, threading.Event()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _bar:
         from tqdm import tqdm
 
-        self._bar = tqdm(total=self._total, unit="point", mininterval=0.5, disable=not self._total)
+        often_s = TOLD_S if sys.stderr.isatty() else 60.0  # a log keeps every line
+        self._bar = tqdm(total=self._total, unit="point", mininterval=often_s, disable=not self._total)
+        self.say = functools.partial(self._bar.set_postfix_str, refresh=False)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
+        return self
 
     def _watch(self) -> None:
         while not self._end.wait(TOLD_S):
@@ -218,7 +227,9 @@ def on_cluster(
         As `sweep.main`.
 
     Raises:
-        ValueError: a bad grid or option, jobs of an earlier driver that still run, or submitit that is not installed.
+        ValueError: a bad grid or option, a job that the cluster refuses (those before it are cancelled), jobs of an earlier
+            driver that still run, or submitit that is not installed.
+        OSError: Slurm does not answer.
         KeyboardInterrupt: SIGINT or SIGTERM, after the jobs were cancelled.
     """
     try:
@@ -247,42 +258,31 @@ def on_cluster(
         how = f"scancel {' '.join(running)}" if cluster == "slurm" else f"kill -INT {' '.join(running)}"
         raise ValueError(f"{out}: jobs of an earlier driver still run: {', '.join(running)}; wait for them, or cancel them: {how}")
     held = {p for p in points if p in _held(out, set(points))} if not remeasure else set()
-    executor = submitit.AutoExecutor(folder=str(jobs_folder), cluster=cluster)
+    try:
+        executor = submitit.AutoExecutor(folder=str(jobs_folder), cluster=cluster)
+    except RuntimeError as error:
+        raise ValueError(f"--on {cluster}: {error}") from None
     outcome = sweep.Outcome(points, out)
-    jobs: list[tuple[Batch, Any]] = []
-    made: list[tuple[Batch, dict[str, Any]]] = []
-    for batch in batches:
-        ranks = max(p.world for p in batch.points)
-        given: dict[str, Any] = {"timeout_min": int(2 * job_minutes + 10), "name": f"m3cp-{batch.name}"}
-        if cluster == "slurm":
-            given |= {"nodes": 1, "tasks_per_node": 1, "cpus_per_task": ranks, "slurm_partition": partition}
-            given |= {"gpus_per_node": ranks} if device == "cuda" else {}
-            given |= {f"slurm_{k}": v for k, v in (slurm or {}).items()}
-        made.append((batch, {k: v for k, v in given.items() if v is not None}))
+    jobs: dict[str, tuple[Batch, Any]] = {}
     asked: list[int] = []  # signals are looked at between submissions: a job whose submission one cut would be nobody's
     told = {number: signal.signal(number, lambda n, _: asked.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        for batch, given in made:
+        for batch in batches:
             if asked:
                 raise KeyboardInterrupt
-            executor.update_parameters(**given)
+            executor.update_parameters(**_resources(batch, cluster, device, job_minutes, partition, slurm or {}))
             options = {"out": out, "device": device, "remeasure": remeasure, "commit": commit, "rows": f"rows.{batch.name}.jsonl"}
-            jobs.append((batch, executor.submit(measure, [p.to_dict() for p in batch.points], options)))
-        with _bar(outcome, len(points) - len(held)):
-            while not all(job.done() for _, job in jobs):
-                if asked:
-                    raise KeyboardInterrupt
-                time.sleep(TOLD_S)
-    except KeyboardInterrupt:
-        left, until = [job.job_id for _, job in jobs], time.monotonic() + CANCEL_S
-        while left and time.monotonic() < until:  # again and again: a job that is starting may swallow one interrupt
-            for _, job in jobs:
-                if job.job_id in left:
-                    job.cancel()
-            time.sleep(4 * TOLD_S)
-            left = left_jobs(jobs_folder, cluster)
+            job = executor.submit(measure, [p.to_dict() for p in batch.points], options)
+            jobs[job.job_id] = batch, job
+        with _bar(outcome, len(points) - len(held)) as bar:
+            dead = _wait(jobs, jobs_folder, cluster, asked, bar)
+    except (KeyboardInterrupt, NameError, submitit.core.utils.FailedJobError) as error:
+        left = _cancel(jobs, jobs_folder, cluster)
         ending = f", still ending: {', '.join(left)}" if left else ""
-        print(f"interrupted; cancelled jobs {', '.join(job.job_id for _, job in jobs)}{ending}; the same command goes on", file=sys.stderr, flush=True)
+        cancelled = f"cancelled jobs {', '.join(jobs)}{ending}; the same command goes on" if jobs else "no job was submitted"
+        if not isinstance(error, KeyboardInterrupt):  # an option that submitit does not know, or that sbatch refuses
+            raise ValueError(f"{batch.name}: {str(error).strip().splitlines()[0]}; {cancelled}") from None
+        print(f"interrupted; {cancelled}", file=sys.stderr, flush=True)
         raise
     finally:
         for number, handler in told.items():
@@ -297,34 +297,101 @@ def on_cluster(
                 del outcome.left[row.point]
     for point in skipped:
         outcome.left.pop(point, None)
-    for batch, job in jobs:
-        error = job.exception()
-        if error is not None or (job.result() and any(p in outcome.left for p in batch.points)):
+    for number, (batch, job) in jobs.items():
+        if number in dead:
+            outcome.errors.append(dead[number])
+        elif (error := job.exception()) is not None or (job.result() and any(p in outcome.left for p in batch.points)):
             words = str(error) if error is not None else f"exit status {job.result()}"
-            outcome.errors.append(f"{batch.name}, job {job.job_id}: {words.strip().splitlines()[-1]}")
+            outcome.errors.append(f"{batch.name}, job {number}: {words.strip().splitlines()[-1]}")
     before = len(points) - outcome.done - len(outcome.failed) - len(outcome.left) - len(skipped)
     print(f"rows: {out}")
     print("\n".join(sweep.table(outcome, before, skipped)))
     return sweep.status(outcome, before, len(skipped), in_time=False)
 
 
-def left_jobs(folder: Path, cluster: str) -> list[str]:
-    """Ids of the jobs that were submitted from a run's jobs folder, have left no result, and still wait or run.
+def _resources(batch: Batch, cluster: str, device: str, minutes: float, partition: str | None, slurm: Mapping[str, Any]) -> dict[str, Any]:
+    """What a job asks of the cluster, as submitit names it."""
+    ranks = max(p.world for p in batch.points)
+    given: dict[str, Any] = {"timeout_min": int(2 * minutes + 10), "name": f"m3cp-{batch.name}"}
+    if cluster == "slurm":
+        given |= {"nodes": 1, "tasks_per_node": 1, "cpus_per_task": ranks}
+        given |= {"gpus_per_node": ranks} if device == "cuda" else {}
+        given |= {"slurm_partition": partition} if partition else {}
+        given |= {f"slurm_{k}": v for k, v in slurm.items()}
+    return given
+
+
+def _wait(jobs: Mapping[str, tuple[Batch, Any]], folder: Path, cluster: str, asked: Sequence[int], bar: _bar) -> dict[str, str]:
+    """Wait until every job has left its result or is gone; those that left none, by id, in words.
+
+    Submitit alone would wait for ever for a job that was killed, where Slurm keeps no accounts.
+
+    Raises:
+        KeyboardInterrupt: `asked` holds a signal.
+        OSError: the cluster has not answered for `SILENT_S`.
+    """
+    from tqdm import tqdm
+
+    dead: dict[str, str] = {}
+    gone: dict[str, float] = {}
+    looked, answered = float("-inf"), time.monotonic()
+    while waiting := jobs.keys() - _ended(folder) - dead.keys():
+        if asked:
+            raise KeyboardInterrupt
+        now = time.monotonic()
+        if now - looked >= LOOK_S:
+            looked = now
+            try:
+                left = left_jobs(folder, cluster)
+                answered = now
+                bar.say(", ".join(f"{n} job{'s' * (n > 1)} {state}" for state, n in sorted(Counter(left.values()).items())))
+                gone = {number: gone.get(number, now) for number in waiting if left.get(number, COMPLETING) == COMPLETING}
+            except OSError:
+                if now - answered > SILENT_S:
+                    raise
+        for number in [n for n, since in gone.items() if n in waiting and now - since > LATE_S]:
+            batch, job = jobs[number]
+            said = watchdog.last_words(job.paths.stderr) if job.paths.stderr.exists() else "nothing, there is no such file"
+            dead[number] = f"{batch.name}, job {number}: ended without a result; {job.paths.stderr.relative_to(folder.parent)} ends with: {said}"
+            tqdm.write(f"m3cp sweep: {dead[number]}", file=sys.stderr)
+        time.sleep(TOLD_S)
+    return dead
+
+
+def _cancel(jobs: Mapping[str, tuple[Batch, Any]], folder: Path, cluster: str) -> list[str]:
+    """Cancel jobs; the ids of those that have not ended within `CANCEL_S`."""
+    until = time.monotonic() + CANCEL_S
+    while (left := [n for n in left_jobs(folder, cluster) if n in jobs]) and time.monotonic() < until:
+        for number in left:  # again and again: a job that is starting may swallow one interrupt
+            jobs[number][1].cancel(check=False)
+        time.sleep(4 * TOLD_S)
+    return left
+
+
+def _ended(folder: Path) -> set[str]:
+    """Ids of the jobs that have left a result; a listing, since a shared file system may remember that one file was not there."""
+    return {path.name.removesuffix("_0_result.pkl") for path in folder.glob("*_0_result.pkl")}
+
+
+def left_jobs(folder: Path, cluster: str) -> dict[str, str]:
+    """The jobs that were submitted from a run's jobs folder, have left no result, and still wait or run: by id what the
+    cluster says of them, such as "PENDING (Resources)".
 
     Raises:
         OSError: Slurm does not answer, so nobody can say.
     """
-    names = (path.name.removesuffix("_submitted.pkl") for path in sorted(folder.glob("*_submitted.pkl")))
-    open_ids = [name for name in names if not (folder / f"{name}_0_result.pkl").exists()]
-    if not open_ids:
-        return []
+    submitted = {path.name.removesuffix("_submitted.pkl") for path in folder.glob("*_submitted.pkl")}
+    without = sorted(submitted - _ended(folder), key=lambda number: (len(number), number))
+    if not without:
+        return {}
     if cluster == "local":
         words = f"submitit.local._local\0{folder}\0".encode()
-        return [i for i in open_ids if words in _command(i)]
-    done = subprocess.run(["squeue", "-h", "--me", "-o", "%i"], capture_output=True, text=True)
+        return {i: "RUNNING" for i in without if words in _command(i)}
+    done = subprocess.run(["squeue", "-h", "--me", "-o", "%i %T %r"], capture_output=True, text=True)
     if done.returncode:
-        raise OSError(f"squeue can't say whether jobs {', '.join(open_ids)} still run: {done.stderr.strip()}")
-    return [i for i in open_ids if i in done.stdout.split()]
+        raise OSError(f"squeue can't say whether jobs {', '.join(without)} still run: {done.stderr.strip()}")
+    said = {number: (state, reason) for number, state, reason in (line.split(" ", 2) for line in done.stdout.splitlines())}
+    return {i: said[i][0] + (f" ({said[i][1]})" if said[i][0] == "PENDING" else "") for i in without if i in said}
 
 
 def _command(pid: str) -> bytes:

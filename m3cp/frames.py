@@ -146,13 +146,11 @@ def find_run(run: str = "", root: Path | None = None) -> Path:
     """
     root = root or ROOT
     kept = {
-        p.parent.name: p.parent
-        for base in ("measured", "runs")
-        for p in sorted((root / "data" / base).glob(f"*/{records.ROWS_FILE}"))
+        p.name: p for base in ("measured", "runs") for p in sorted((root / "data" / base).glob("*")) if p.is_dir() and records.rows_files(p)
     }
     if run:
         for folder in (Path(run), root / run, kept.get(run)):
-            if folder and (folder / records.ROWS_FILE).exists():
+            if folder and folder.is_dir() and records.rows_files(folder):
                 return folder
         raise FileNotFoundError(
             f"run={run!r}: no {records.ROWS_FILE} there; known runs: {', '.join(kept) or 'none yet'}"

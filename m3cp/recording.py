@@ -118,21 +118,22 @@ def record(run: str, name: str, overwrite: bool = False, root: Path | None = Non
         )
     stale = sorted(target.glob("policy_*.json"))
     target.mkdir(parents=True, exist_ok=True)
-    for file in (records.ROWS_FILE, *KEPT_BESIDE):
-        _copy(source / file, target / file)
+    _copy(records.rows_files(source), target / records.ROWS_FILE)
+    for file in KEPT_BESIDE:
+        _copy([source / file], target / file)
     for path in stale:
         path.unlink()
     return _told(rows, name, target, stale)
 
 
-def _copy(source: Path, target: Path) -> None:
-    """Whole lines of a file, put in place at once; where there is no such file, none stays from before."""
-    if not source.exists():
+def _copy(sources: Sequence[Path], target: Path) -> None:
+    """Whole lines of the files in one, put in place at once; where there is none of them, none stays from before."""
+    found = [path.read_bytes() for path in sources if path.exists()]
+    if not found:
         target.unlink(missing_ok=True)
         return
-    data = source.read_bytes()
     part = target.with_name(target.name + ".part")
-    part.write_bytes(data[: data.rfind(b"\n") + 1] if source.suffix == ".jsonl" else data)
+    part.write_bytes(b"".join(data[: data.rfind(b"\n") + 1] if target.suffix == ".jsonl" else data for data in found))
     os.replace(part, target)
 
 

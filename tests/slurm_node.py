@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -9,6 +10,8 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+
+import drivers
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "sinfo")
 START_S = 30.0
@@ -47,6 +50,7 @@ SelectTypeParameters=CR_Core
 MpiDefault=none
 ReturnToService=2
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
+KillWait=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
 SlurmctldLogFile={folder}/log/slurmctld
@@ -90,8 +94,17 @@ PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP
         """What a client of it prints."""
         return subprocess.run(command, env={**os.environ, **self.environment}, capture_output=True, text=True).stdout
 
+    def left(self) -> list[int]:
+        """The living processes that carry this Slurm's settings: daemons, steps, jobs and clients."""
+        words, found = f"SLURM_CONF={self.environment['SLURM_CONF']}".encode(), []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if words in (process / "environ").read_bytes().split(b"\0"):
+                    found.append(int(process.name))
+        return [pid for pid in found if drivers.alive(pid)]
+
     def close(self) -> None:
-        """End the daemons, the last one first."""
+        """End the daemons, the last one first, then whatever their jobs have left: steps outlive the daemon that started them."""
         for process in reversed(self._processes):
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -100,6 +113,11 @@ PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        while left := self.left():  # again: one may have started another meanwhile
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            drivers.wait_until_gone(left, 5.0)
 
 
 def _free_port() -> int:

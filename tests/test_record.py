@@ -45,6 +45,14 @@ def test_a_recorded_run_is_found_by_its_name_and_called_recorded(root, good):
     assert "unsteady" not in said and "uncommitted" not in said
 
 
+def test_every_drivers_rows_are_recorded(tmp_path, good):
+    for name, rows in (("rows.first.jsonl", good[:3]), ("rows.second.jsonl", good[3:])):
+        for row in rows:
+            records.append(tmp_path / "data" / "runs" / "many" / name, row)
+    recording.record("many", "node", root=tmp_path)
+    assert records.load(tmp_path / "data" / "measured" / "node") == good
+
+
 def test_what_a_reader_should_know_is_said(root, good):
     rows = [
         dataclasses.replace(r, unsteady=True, provenance={**FACTS, "dirty": None}) for r in good if r.point.arm == "tp"
