@@ -29,7 +29,7 @@ ALL_TERMS = tuple(name for name in TERMS if name != "bend")
 # Shapes that no row tells directly; those that leave the least are taken.
 RAMP_MB = tuple(1.25 * 2.0**i for i in range(6))  # 1.25 to 40 MB: where half of the ramp has been paid
 WAVE_PER_UNIT = (2, 3, 4)  # blocks under way in a compute unit
-SHAPING = ("steps", "over256", "depth", "ramp", "exchange", "rows")  # where rows allow few parameters, the best of these comes first
+SHAPING = ("steps", "over256", "depth", "ramp", "exchange", "payload", "rows")  # where rows allow few parameters, the best of these comes first
 
 
 @functools.lru_cache(maxsize=65_536)
@@ -321,7 +321,7 @@ def fit_model(frame, terms: Sequence[str] = TWO_TERMS, vary: Sequence[str] = ())
         columns.update((n, c) for n, c in (("wave", wave), ("ramp", ramp)) if n in order)
         for names in orders:
             fitted = {name: columns[name] for name in names}
-            left = loss(fitted, times, most)
+            left = float(f"{loss(fitted, times, most):.9g}")  # orders that span the same leave the same: the earlier one is taken
             tried.append((left, len(tried), how._replace(wave_blocks=wave_blocks, ramp_mb=ramp_mb), fitted))
     _, _, how, fitted = min(tried)
     if "ramp" in fitted:  # the sizes tried are a factor of two apart: refine

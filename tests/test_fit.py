@@ -538,6 +538,18 @@ def test_the_model_beats_a_straight_line_where_it_was_not_fitted(fine):
         heldout.held_out(tp, "rows")
 
 
+def test_twelve_rows_with_a_batch_left_out_know_that_an_exchange_grows_by_doublings():
+    """Eight rows allow four parameters: what grows with the payload comes before what grows with the rows."""
+    made = []
+    for row in synthetic.rows(cp={"launch": 18.0, "us_per_mb": 0.23}, contexts=(8192, 32_768, 65_536, 131_072), batches=(1, 8, 32), noise=0.003):
+        sent_kib = row.point.batch * (4 * 16 * 8 + 2 * 256) / 1024  # as in synthetic.truth_us
+        extra = 1.2 * math.log2(1 + sent_kib)
+        made.append(dataclasses.replace(row, samples_us=[s + extra for s in row.samples_us]))
+    frame = frames.table(made)
+    found = heldout.held_out(frame[frame["arm"] == "cp"], "batch")
+    assert len(found) == 12 and found["model_error"].abs().max() < 0.03
+
+
 def test_the_aims_are_met_on_a_node_of_the_models_kind_and_missed_on_another(fine):
     met = heldout.targets(fine)
     assert [t for t in met if not t.met and "an end of the range" not in t.name] == []
