@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from m3cp import reference
 from m3cp.decode import WAIT_ERROR, CPDecode, CPLocal, TPDecode
 from m3cp.exchange import SymmetricExchange
 from m3cp.inputs import TORCH_DTYPES
-from m3cp.kernels.fused import CHOOSE, PUSH
+from m3cp.pagetable import PageTable
 from m3cp.shapes import IndexerShape, Point, require
 from m3cp.shard import Shard
 
@@ -26,6 +28,8 @@ def select_virtual(
     form: str = "staged",
     queries: str = "gathered",
     max_context: int | None = None,
+    threshold_blocks: int | None = None,
+    pages: Sequence[PageTable] | None = None,
 ) -> torch.Tensor:
     """The choice of all heads, `[heads, tokens, topk]` int32, by `world` ranks run in turn without a process group.
 
@@ -35,42 +39,54 @@ def select_virtual(
     Args:
         q: `[tokens, heads, D]`, all heads; each rank gets its own, or the gathered layout, as `queries` says.
         path: "cp" or "tp".
+        form: "staged" or "two_launch"; "one_launch" only where no rank awaits another: path "tp", or a world of one.
+        queries: ranks of "two_launch" await each other's gathered queries inside a launch, so those of several are given
+            all heads' whatever this says.
         max_context: tokens; what the table's width allows when None.
+        threshold_blocks: with path "cp" in a form that is not staged: calls of at most so many blocks take TP's path.
+        pages: a page table a rank, to write in the same pass.
 
     Raises:
-        AssertionError: replicas of a head disagree.
+        AssertionError: replicas of a head disagree, or a rank waited in vain.
+        ValueError: naming the argument, what was given and what is allowed.
     """
     require("path", path, path in ("cp", "tp"), "'cp' or 'tp'")
+    allowed = ("staged", "two_launch", *(("one_launch",) if path == "tp" or world == 1 else ()))
+    require("form", form, form in allowed, f"one of {', '.join(allowed)} for path {path!r} and world={world}: ranks run in turn, none may wait for the next")
+    require("threshold_blocks", threshold_blocks, threshold_blocks is None or (path == "cp" and form != "staged"), "None but for path 'cp' in a fused form")
     bounds = dict(
         max_requests=max(1, seq_lens.shape[0]), max_query_len=query_len, max_context=max_context or block_table.shape[1] * shape.block_size,
         device=q.device, cache_dtype=cache.dtype, form=form,
     )  # fmt: skip
-    require("form", form, form in ("staged", "two_launch"), "'staged' or 'two_launch': ranks run in turn, none may wait for the next")
     shards = [Shard(r, world, shape.heads) for r in range(world)]
-    per_rank = []
-    if path == "cp" and form == "two_launch":
+    require("len(pages)", len(pages or shards), len(pages or shards) == world, f"{world}, a page table a rank")
+    tables = list(pages or [None] * world)
+    given, step = (cache, block_table, seq_lens), dict(query_len=query_len)
+    if path == "tp":
+        ranks = [TPDecode(shape, shard, **bounds) for shard in shards]
+        per_rank = [
+            rank(q[:, rank.shard.owned_heads.start : rank.shard.owned_heads.stop], *given, **step, pages=table)
+            for rank, table in zip(ranks, tables, strict=True)
+        ]
+    elif form == "staged":
+        ranks = [CPLocal(shape, shard, **bounds) for shard in shards]
+        everyone = torch.stack([q[:, s.owned_heads.start : s.owned_heads.stop] for s in shards]) if queries == "gathered" else q
+        gathered = torch.stack([_keys(rank, everyone, *given, query_len) for rank in ranks])
+        per_rank = [rank._result(q.shape[0], None) for rank in ranks]
+        for rank, ids, table in zip(ranks, per_rank, tables, strict=True):
+            rank.peers(q.shape[0]).copy_(gathered)
+            rank._merge(rank.peers(q.shape[0]), ids, rank._emission(table, *given, query_len) if q.shape[0] else None)
+    else:
         transport = _OneProcess()
-        ranks = [CPDecode(shape, shard, exchange=transport, queries="replicated", **bounds) for shard in shards]
+        cp = dict(exchange=transport, queries=queries if world == 1 else "replicated", threshold_blocks=threshold_blocks)
+        ranks = [CPDecode(shape, shard, **cp, **bounds) for shard in shards]
         transport.connect()
         per_rank = [rank._result(q.shape[0], None) for rank in ranks]
-        for phase in (PUSH, CHOOSE) if q.shape[0] else ():
-            for rank, ids in zip(ranks, per_rank, strict=True):
-                rank._fused.launch(phase, q, cache, block_table, seq_lens, query_len, ids)
-        late = [rank._state.tolist() for rank in ranks if int(rank._state[1]) == WAIT_ERROR]
-        assert not late, f"virtual ranks waited in vain: (launch, kind, rank, at) = {late}"
-    elif path == "tp":
-        for shard in shards:
-            mine = q[:, shard.owned_heads.start : shard.owned_heads.stop]
-            per_rank.append(TPDecode(shape, shard, **bounds)(mine, cache, block_table, seq_lens, query_len=query_len))
-    else:
-        ranks = [CPLocal(shape, shard, **bounds) for shard in shards]
-        given = torch.stack([q[:, s.owned_heads.start : s.owned_heads.stop] for s in shards]) if queries == "gathered" else q
-        gathered = torch.stack([_keys(rank, given, cache, block_table, seq_lens, query_len) for rank in ranks])
-        for rank in ranks:
-            rank.peers(q.shape[0]).copy_(gathered)
-            ids = rank._result(q.shape[0], None)
-            rank._merge(rank.peers(q.shape[0]), ids)
-            per_rank.append(ids)
+        for phase in ranks[0]._fused.phases if q.shape[0] else ():
+            for rank, ids, table in zip(ranks, per_rank, tables, strict=True):
+                rank._fused.launch(phase, q, *given, query_len, ids, rank._emission(table, *given, query_len))
+    late = [rank._state.tolist() for rank in ranks if int(rank._state[1]) == WAIT_ERROR]
+    assert not late, f"virtual ranks waited in vain: (launch, kind, rank, at) = {late}"
     out = torch.full((shape.heads, q.shape[0], shape.topk), -2, dtype=torch.int32, device=q.device)
     for shard, ids in zip(shards, per_rank, strict=True):
         owned = out[shard.owned_heads.start : shard.owned_heads.stop]

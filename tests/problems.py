@@ -311,65 +311,31 @@ def expected_pages(
 
 
 def assert_pages(
-    problem: Problem, ids: torch.Tensor, *, page_size: int, stride: int, world: int = 1, device="cpu"
-) -> None:
-    """TP writes the page table that the ids and the block table imply; so does the last rank of CP, given all lists."""
-    from m3cp.decode import CPLocal, TPDecode
+    problem: Problem, ids: torch.Tensor, *, page_size: int, stride: int | None = None, world: int = 1, form: str = "staged", paths=("tp", "cp"),
+    device="cpu", **cp,
+) -> None:  # fmt: skip
+    """Ids of virtual ranks are `ids`, and each rank's pass writes the page table that they and the block table imply.
+
+    Args:
+        cp: what `select_virtual` is given for CP besides.
+    """
     from m3cp.pagetable import PageTable
     from m3cp.shard import Shard
+    from m3cp.testing import select_virtual
 
     shape, there = problem.shape, problem.to(device)
-    pages, attended = expected_pages(problem, ids, page_size=page_size, stride=stride)
-    shards = [Shard(r, world, shape.heads) for r in range(world)]
-    mine = shards[-1]
-    given = dict(
-        local_heads=mine.local_heads, tokens=problem.tokens, page_size=page_size, stride=stride, device=there.q.device
-    )
-    keys = []
-    for shard in shards[:-1]:
-        rank = CPLocal(shape, shard, **there.bounds())
-        if problem.tokens:
-            rank(there.q, *there.tensors[1:], query_len=problem.query_len)
-            keys.append(rank.peers(problem.tokens)[shard.rank].clone())
-    for path in ("tp", "cp"):
-        table = PageTable.empty(shape, **given)
-        if path == "tp":
-            made = TPDecode(shape, mine, **there.bounds())
-            made(there.heads(mine.owned_heads), *there.tensors[1:], query_len=problem.query_len, pages=table)
-        else:
-            made = CPLocal(shape, mine, **there.bounds())
-            for rank, lists in enumerate(keys):
-                made.peers(problem.tokens)[rank].copy_(lists)
-            made(there.q, *there.tensors[1:], query_len=problem.query_len, pages=table)
-        owned = slice(mine.owned_heads.start, mine.owned_heads.stop)
-        assert torch.equal(table.pages.cpu(), pages[owned]), path
-        assert torch.equal(table.attended.cpu(), attended[owned]), path
-
-
-def assert_fused_pages(problem: Problem, ids: torch.Tensor, *, page_size: int, stride: int, world: int, device="cpu") -> None:
-    """Every rank of two launches, CP's (virtual) and TP's, writes the page table that the ids and the block table imply."""
-    from m3cp.decode import CPDecode, TPDecode
-    from m3cp.kernels.fused import CHOOSE, PUSH
-    from m3cp.pagetable import PageTable
-    from m3cp.shard import Shard
-    from m3cp.testing import _OneProcess
-
-    shape, there, transport = problem.shape, problem.to(device), _OneProcess()
-    pages, attended = expected_pages(problem, ids, page_size=page_size, stride=stride)
-    shards = [Shard(r, world, shape.heads) for r in range(world)]
-    ranks = [CPDecode(shape, s, exchange=transport, queries="replicated", **there.bounds(form="two_launch")) for s in shards]
-    transport.connect()
-    given = dict(tokens=problem.tokens, page_size=page_size, stride=stride, device=there.q.device)
-    tables = [PageTable.empty(shape, local_heads=s.local_heads, **given) for s in shards]
-    for phase in (PUSH, CHOOSE):
-        for rank, table in zip(ranks, tables, strict=True):
-            emit = rank._emission(table, *there.tensors[1:], problem.query_len)
-            cache = there.tensors[1].view(rank.cache_dtype)
-            rank._fused.launch(phase, there.q, cache, *there.tensors[2:], problem.query_len, rank._result(problem.tokens, None), emit)
-    one = PageTable.empty(shape, local_heads=shards[-1].local_heads, **given)
-    tp = TPDecode(shape, shards[-1], **there.bounds(form="one_launch"))
-    tp(there.heads(shards[-1].owned_heads), *there.tensors[1:], query_len=problem.query_len, pages=one)
-    for path, shard, table in [*(("cp", s, t) for s, t in zip(shards, tables, strict=True)), ("tp", shards[-1], one)]:
-        owned = slice(shard.owned_heads.start, shard.owned_heads.stop)
-        assert torch.equal(table.pages.cpu(), pages[owned]), (path, shard)
-        assert torch.equal(table.attended.cpu(), attended[owned]), (path, shard)
+    pages, attended = expected_pages(problem, ids, page_size=page_size, stride=stride or shape.block_size // page_size)
+    for path in paths:
+        ranks = world if path == "cp" else min(world, shape.heads)  # replicas of a head do the same for TP
+        shards = [Shard(r, ranks, shape.heads) for r in range(ranks)]
+        given = dict(tokens=problem.tokens, page_size=page_size, stride=stride, device=there.q.device)
+        tables = [PageTable.empty(shape, local_heads=s.local_heads, **given) for s in shards]
+        got = select_virtual(
+            *there.tensors, shape=shape, world=ranks, query_len=problem.query_len, path=path, form=form, max_context=problem.max_context, pages=tables,
+            **(cp if path == "cp" else {}),
+        )  # fmt: skip
+        assert_ids(got, ids, f"{form} {path} of {ranks}")
+        for shard, table in zip(shards, tables, strict=True):
+            owned = slice(shard.owned_heads.start, shard.owned_heads.stop)
+            assert torch.equal(table.pages.cpu(), pages[owned]), (form, path, shard)
+            assert torch.equal(table.attended.cpu(), attended[owned]), (form, path, shard)

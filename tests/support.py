@@ -1,4 +1,4 @@
-"""What is supported in which form, and the cases from life, each with the tests that show it; `python tests/support.py` prints both.
+"""What is supported in which form, and the cases from life, each with the tests that show it; `python tests/support.py` prints all.
 
 The README's table is made of the first.
 """
@@ -28,6 +28,27 @@ ROWS: list[tuple[str, str, str, str, str]] = [
     ("torch.compile: decode and whole steps as operators", "yes", "test_operators.py::test_cp_is_what_a_compiled_model_runs", "yes", "test_interpreted_whole_step.py::test_the_fused_forms_decode_in_a_mixed_step_and_through_its_operator"),
     ("attention over the chosen blocks, bf16, fp16 and fp8 K and V", "yes", "test_attention.py::test_sparse_attention_is_dense_attention_under_the_mask", "yes", "test_interpreted_attention.py::test_sparse_attention_is_dense_attention_under_the_mask"),
 ]  # fmt: skip
+
+
+_DO = "test_interpreted_kernels.py::test_the_fused_forms_do_what_the_staged_one_does"  # TP; CP gathered in one launch, replicated in two
+_ADAPTIVE = "test_interpreted_kernels.py::test_so_do_adaptive_calls"  # both paths
+_RANKS = "test_interpreted_ranks.py::test_ranks_do_what_the_staged_form_does"  # CP of 2 and 8 ranks (16 under -m slow)
+_PAGES = "test_interpreted_kernels.py::test_page_tables_of_the_fused_forms"
+_REUSE = "test_interpreted_ranks.py::test_reusing_layers_hand_on_ids_and_page_tables_and_launch_nothing"
+_MANY = "test_interpreted_kernels.py::test_heads_of_many_replicas"
+_TP_MANY = "test_interpreted_kernels.py::test_tp_of_heads_with_many_replicas"
+_NO_REUSE = "test_options.py::test_reuse_belongs_to_cp"
+WAYS = ("TP", "CP replicated", "CP gathered", "adaptive")
+# What the staged form has, done by the forms without a cut: for each of WAYS the tests of one launch and of two.
+FUSED: dict[str, tuple[tuple[str, str], ...]] = {
+    "P = 8 and 16, beyond the heads": ((_TP_MANY, _TP_MANY), (_RANKS, _MANY), (_RANKS, _RANKS), (_RANKS, _MANY)),
+    "page tables and attended tokens": ((_PAGES, _PAGES), (_RANKS, _PAGES), (_RANKS, _RANKS), (_ADAPTIVE, _ADAPTIVE)),
+    "reused selections": ((_NO_REUSE, _NO_REUSE), (_REUSE, _REUSE), (_REUSE, _REUSE), (_REUSE, _REUSE)),
+    "padding rows of a bucket": ((_DO, _DO), (_RANKS, _DO), (_DO, _RANKS), (_ADAPTIVE, _ADAPTIVE)),
+    "a bound of 1M tokens": ((_DO, _DO), (_RANKS, _DO), (_DO, _RANKS), (_ADAPTIVE, _ADAPTIVE)),
+    "batches to 256": ((_DO, _DO), (_RANKS, _DO), (_DO, _RANKS), (_ADAPTIVE, _ADAPTIVE)),
+    "topk 64": ((_DO, _DO), (_RANKS, _DO), (_DO, _RANKS), (_ADAPTIVE, _ADAPTIVE)),
+}
 
 
 # Failures that people hit in systems like this one: what, and the tests of that whole kind of fault. A case's function in
@@ -84,5 +105,12 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def fused_table() -> str:
+    """What the one- and two-launch forms do as the staged one does, and by whose tests, as Markdown."""
+    lines = [f"| in one and two launches | {' | '.join(WAYS)} |", "| --- " * (1 + len(WAYS)) + "|"]
+    cells = {what: [", ".join(f"`{name}`" for name in dict.fromkeys(pair)) for pair in pairs] for what, pairs in FUSED.items()}
+    return "\n".join(lines + [f"| {what} | {' | '.join(row)} |" for what, row in cells.items()])
+
+
 if __name__ == "__main__":
-    print(table(), case_table(), sep="\n\n")
+    print(table(), fused_table(), case_table(), sep="\n\n")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import life
 import pytest
-from support import CASES, ROWS, case_table, table
+from support import CASES, FUSED, ROWS, WAYS, case_table, fused_table, table
 
 TESTS = Path(__file__).parent
 
@@ -28,6 +28,13 @@ def found(test: str) -> list[Path]:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_every_cell_is_backed_by_a_test_that_exists(row):
     for test in (row[2], row[4]):
+        assert len(found(test)) == 1, f"{test}: {len(found(test))} such tests"
+
+
+@pytest.mark.parametrize("what", FUSED)
+def test_every_way_of_the_fused_forms_is_backed_by_tests_that_exist(what):
+    assert len(FUSED[what]) == len(WAYS) and f"| {what} | `test_" in fused_table()
+    for test in {test for pair in FUSED[what] for test in pair}:
         assert len(found(test)) == 1, f"{test}: {len(found(test))} such tests"
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cells
 import pytest
 import torch
 from cases import (
@@ -62,6 +63,14 @@ def test_cases(case):
 )
 def test_two_launches(case):
     check(case, path="cp", world=4, device="cuda", form="two_launch")
+
+
+@pytest.mark.parametrize("form", cells.FORMS)
+@pytest.mark.parametrize("name", ["padding rows of a bucket", "a context of 1M tokens", "a batch of 256", "topk 64"])
+def test_the_fused_forms_do_what_the_staged_one_does(name, form):
+    """TP, and adaptive CP on its own path; ranks of two launches take turns, those of one launch await themselves."""
+    threshold = cells.threshold_of(cells.problem_of(name), True)
+    cells.check(name, form, world=1 if form == "one_launch" else 8, queries="gathered", threshold_blocks=threshold, device="cuda")
 
 
 @pytest.mark.parametrize("kind", ["free", "ulp"])

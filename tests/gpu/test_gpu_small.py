@@ -11,7 +11,7 @@ import attention_cases
 import pytest
 import torch
 from mixed import BATCHES, check_mixed
-from problems import assert_fused_pages, assert_ids, assert_pages, build, oracle
+from problems import assert_ids, assert_pages, build, oracle
 
 from m3cp.decode import CPDecode, CPLocal, TPDecode
 from m3cp.exchange import CollectiveExchange, SymmetricExchange
@@ -87,7 +87,8 @@ def test_page_tables():
 def test_page_tables_of_the_fused_forms(world):
     problem = build(SHAPE, [128 * 9 + 40, 0, 128 * 600 + 1], 2, bad_pages=1)
     for page_size in (16, 128):
-        assert_fused_pages(problem, oracle(problem), page_size=page_size, stride=128 // page_size * 2, world=world, device="cuda")
+        for form in ("one_launch", "two_launch"):
+            assert_pages(problem, oracle(problem), page_size=page_size, stride=128 // page_size * 2, world=world, form=form, device="cuda")
 
 
 def test_page_tables_are_captured_after_their_own_warm_up():

@@ -1,5 +1,6 @@
 """Every kernel in Triton's interpreter through virtual ranks: the same cases as the eager backend and the GPUs."""
 
+import cells
 import pytest
 import torch
 import triton
@@ -15,7 +16,7 @@ from cases import (
     check_written,
     kernel_scores,
 )
-from problems import assert_fused_pages, assert_ids, assert_pages, build, oracle, rows
+from problems import assert_ids, assert_pages, build, oracle, rows
 
 from m3cp import keys, reference
 from m3cp.decode import TPDecode
@@ -23,6 +24,9 @@ from m3cp.kernels import candidates as candidates_op
 from m3cp.kernels import merge as merge_op
 from m3cp.kernels import score as score_op
 from m3cp.kernels import tile
+from m3cp.kernels.fused import SEGMENT
+from m3cp.kernels.words import POLLED
+from m3cp.pagetable import PAGE_SIZES
 from m3cp.shapes import IndexerShape
 from m3cp.shard import Shard
 from m3cp.testing import select_virtual
@@ -158,14 +162,69 @@ def test_page_tables(case):
     ("world", "page_size", "factor", "topk", "query_len", "lengths"),
     [(1, 64, 2, 3, 1, [64 * 9 + 5, 0, 64 * 2 + 1]), (2, 16, 1, 3, 2, [64 * 9 + 5, 0, 1]), (4, 32, 3, 2, 1, [64 * 5, 7, 64 * 8 - 1]),
      (8, 16, 2, 3, 1, [64 * 9 + 17, 0]), (16, 64, 1, 3, 1, [64 * 18 + 3, 64]),
-     (2, 16, 2, 64, 1, [64 * 66 + 40, 64 * 3]),  # several segments, and topk 64
      (2, 32, 1, 64, 1, [64 * 63 + 1, 0])],
 )  # fmt: skip
 def test_page_tables_of_the_fused_forms(world, page_size, factor, topk, query_len, lengths):
     """Short rows, padding rows, blocks whose entry names no page: pages and counts on every rank."""
     shape = IndexerShape(heads=2, head_dim=64, block_size=64, topk=topk)
     problem = build(shape, lengths, query_len, bad_pages=2, seed=world)
-    assert_fused_pages(problem, oracle(problem), page_size=page_size, stride=factor * 64 // page_size, world=world)
+    for form, paths in (("one_launch", ["tp"]), ("two_launch", ["tp", "cp"])):
+        assert_pages(problem, oracle(problem), page_size=page_size, stride=factor * 64 // page_size, world=world, form=form, paths=paths)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("form, world", [("one_launch", 1), ("two_launch", 2)])
+def test_every_page_size_of_the_fused_forms(form, world, page_size):
+    """Rows that end inside a page, at a page's end, at a block's end and one token behind it; K and V share a block or don't."""
+    shape = IndexerShape(heads=2, head_dim=64, topk=3)
+    problem = build(shape, [128 * 4 + page_size, 128 * 5 - 1, 128 * 2, 128 + 1], bad_pages=1, seed=page_size)
+    stride = None if world == 1 else 2 * 128 // page_size
+    assert_pages(problem, oracle(problem), page_size=page_size, stride=stride, world=world, form=form)
+
+
+CELLS = [*cells.INTERPRETED, *(pytest.param(name, marks=pytest.mark.slow) for name in cells.SLOW)]
+
+
+@pytest.mark.parametrize("form", cells.FORMS)
+@pytest.mark.parametrize("name", CELLS)
+def test_the_fused_forms_do_what_the_staged_one_does(name, form):
+    cells.check(name, form, world=1 if form == "one_launch" else 2, queries="gathered")
+
+
+@pytest.mark.parametrize("above", [True, False], ids=["CP's path", "TP's path"])
+@pytest.mark.parametrize("form", cells.FORMS)
+@pytest.mark.parametrize("name", CELLS)
+def test_so_do_adaptive_calls(name, form, above):
+    threshold = cells.threshold_of(cells.problem_of(name), above)
+    cells.check(name, form, paths=["cp"], queries="gathered", threshold_blocks=threshold)
+
+
+def test_a_row_of_more_candidates_than_are_awaited_at_once():
+    """Five segments hand over 64 each; what the score chooses lies behind the first sixty blocks, the last block in the fifth."""
+    shape = cells.shape_of(heads=1, topk=64, init_blocks=60)
+    problem = build(shape, [64 * (4 * SEGMENT + 3) - 1], seed=2)
+    assert 5 * 64 > POLLED.value and int(oracle(problem)[0, 0, -2]) > SEGMENT
+    assert_pages(problem, oracle(problem), page_size=64, form="one_launch", paths=["tp"])
+
+
+@pytest.mark.parametrize(
+    "world, name, above",
+    [(8, "padding rows of a bucket", None), (8, "a bound of 1M tokens", True), (8, "a bound of 1M tokens", False), (16, "a bound of 1M tokens", None)],
+)
+def test_heads_of_many_replicas(world, name, above):
+    """CP, and adaptive calls above and below their threshold."""
+    threshold = None if above is None else cells.threshold_of(cells.problem_of(name), above)
+    cells.check(name, "two_launch", world=world, paths=["cp"], threshold_blocks=threshold)
+
+
+@pytest.mark.parametrize("form", cells.FORMS)
+@pytest.mark.parametrize("world", [8, 16])
+def test_tp_of_heads_with_many_replicas(world, form):
+    problem = cells.problem_of("a bound of 1M tokens")
+    for rank in (0, world // 2 - 1, world // 2, world - 1):
+        shard = Shard(rank, world, 2)
+        ids = TPDecode(problem.shape, shard, form=form, **problem.bounds())(problem.heads(shard.owned_heads), *problem.tensors[1:])
+        assert_ids(ids, cells.ids_of("a bound of 1M tokens")[rank * 2 // world :][:1], f"{form}, {shard}")
 
 
 @pytest.mark.parametrize("form", ["staged", "one_launch"])

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import cells
 import pytest
 import quick_interpreter
 import torch
@@ -23,6 +24,7 @@ from ranks import Ranks
 from m3cp import decode
 from m3cp.decode import CPDecode
 from m3cp.exchange import SymmetricExchange
+from m3cp.indexer import CPOptions, Indexer
 from m3cp.kernels import gather as gather_op
 from m3cp.pagetable import PageTable
 from m3cp.shapes import IndexerShape
@@ -225,6 +227,87 @@ def test_page_tables_call_after_call(ranks_of, queries, threshold):
             assert torch.equal(got[0], want[0][owned]) and torch.equal(got[1], want[1][owned]), shard
 
 
+def cell(rank, name, form, queries, above):
+    """A cell's problem: its ids, pages, attended tokens, and calls by path of an adaptive object."""
+    quick_interpreter.sort_in_numpy(pytest.MonkeyPatch())
+    problem = cells.problem_of(name)
+    shard = Shard(rank, dist.get_world_size(), problem.shape.heads)
+    threshold = None if above is None else cells.threshold_of(problem, above)
+    cp = CPDecode(
+        problem.shape, shard, exchange=SymmetricExchange(), queries=queries, form=form, threshold_blocks=threshold, **problem.bounds()
+    )  # fmt: skip
+    table = PageTable.empty(problem.shape, local_heads=shard.local_heads, tokens=problem.tokens, page_size=32, stride=4)
+    ids = cp(*given(problem, shard, queries), query_len=problem.query_len, pages=table).clone()
+    cp.check()
+    return shard, ids, table.pages, table.attended, None if above is None else cp.counts()
+
+
+BOUND_1M, BATCH = "a bound of 1M tokens", "a batch of 33, compiled as up to 256 are"
+BETWEEN_RANKS = [
+    (2, form, queries, above, name)
+    for form, queries, above in [("one_launch", "replicated", None), ("one_launch", "gathered", None), ("one_launch", "gathered", True),
+                                 ("two_launch", "gathered", None), ("two_launch", "gathered", True)]
+    for name in cells.INTERPRETED if name != BATCH
+] + [(2, "one_launch", "replicated", None, BATCH), (2, "two_launch", "gathered", None, BATCH),
+     (2, "one_launch", "gathered", False, BOUND_1M), (2, "two_launch", "replicated", False, BOUND_1M),
+     (8, "one_launch", "gathered", None, BOUND_1M), (8, "one_launch", "replicated", None, BOUND_1M), (8, "one_launch", "gathered", True, BOUND_1M),
+     (8, "two_launch", "gathered", True, BOUND_1M),
+     pytest.param(16, "one_launch", "gathered", True, BOUND_1M, marks=pytest.mark.slow),
+     pytest.param(16, "two_launch", "gathered", None, BOUND_1M, marks=pytest.mark.slow)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "form", "queries", "above", "name"), BETWEEN_RANKS)
+def test_ranks_do_what_the_staged_form_does(ranks_of, world, form, queries, above, name):
+    """`above`: an adaptive object's threshold is just below the problem's sum of blocks, or just it."""
+    problem, ids = cells.problem_of(name), cells.ids_of(name)
+    pages, attended = expected_pages(problem, ids, page_size=32, stride=4)
+    for shard, got, got_pages, got_attended, counts in ranks_of(world).run(cell, name, form, queries, above):
+        assert counts == (None if above is None else {"cp": int(above), "tp": int(not above)})
+        owned = slice(shard.owned_heads.start, shard.owned_heads.stop)
+        assert_ids(got, ids[owned], f"{form}, {queries}, {shard}")
+        assert torch.equal(got_pages, pages[owned]) and torch.equal(got_attended, attended[owned]), shard
+
+
+def reusing(rank, form, queries, threshold):
+    """Four layers of a step, of each three of which the first selects: (path, ids, page table, launches so far) of each."""
+    quick_interpreter.sort_in_numpy(pytest.MonkeyPatch())
+    shard = Shard(rank, dist.get_world_size(), 4)
+    options = CPOptions(
+        enabled=True, world=shard.world, shape=shape_of(2), device="cpu", page_size=64, max_requests=3, max_query_len=2, max_context=BOUND,
+        queries=queries, exchange="symmetric", form=form, threshold_blocks=threshold, reuse_every=3,
+    )  # fmt: skip
+    made = Indexer(options, options.build(shard, "cpu"))
+    found = []
+    for layer in range(4):
+        problem = layer_of_a_step(layer)
+        table = PageTable.empty(problem.shape, local_heads=shard.local_heads, tokens=problem.tokens, page_size=16, stride=8)
+        ids = made(layer, *given(problem, shard, queries), query_len=2, pages=table).clone()
+        found.append((made.path, ids, table.pages, table.attended, int(made.decode._state[0])))
+    made.decode.check()
+    return shard, found
+
+
+def layer_of_a_step(layer: int):
+    """Queries and keys of a layer: lengths and the block table are the step's."""
+    return build(shape_of(2), [64 * 7 + 21, 0, 64 * 2 + 1], 2, max_context=BOUND, seed=40 + layer)
+
+
+@pytest.mark.parametrize("form", cells.FORMS)
+@pytest.mark.parametrize("queries, threshold", [("gathered", None), ("replicated", None), ("gathered", 4)])
+def test_reusing_layers_hand_on_ids_and_page_tables_and_launch_nothing(ranks_of, form, queries, threshold):
+    selected = [layer_of_a_step(layer) for layer in (0, 0, 0, 3)]
+    assert not torch.equal(oracle(selected[0]), oracle(selected[3])), "the layers must differ in their choice"
+    path = "adaptive" if threshold else "cp"
+    for shard, found in ranks_of(2).run(reusing, form, queries, threshold):
+        owned = slice(shard.owned_heads.start, shard.owned_heads.stop)
+        assert [got[0] for got in found] == [path, "reused", "reused", path]
+        assert [got[4] for got in found] == [1, 1, 1, 2]
+        for got, problem in zip(found, selected, strict=True):
+            pages, attended = expected_pages(problem, oracle(problem), page_size=16, stride=8)
+            assert_ids(got[1], oracle(problem)[owned])
+            assert torch.equal(got[2], pages[owned]) and torch.equal(got[3], attended[owned]), shard
+
+
 def adaptive(rank, shape, queries, form, threshold, lengths, query_len):
     """Back-to-back calls of an adaptive object, a rank late before some: the ids of each, and how often which path."""
     cp, shard = make(rank, shape, queries, form, query_len=query_len, threshold_blocks=threshold)
@@ -260,12 +343,17 @@ def test_few_blocks_take_tps_path_and_many_cps(ranks_of, world, form, queries, q
             assert_ids(got, oracle(problem)[owned.start : owned.stop], f"{form}, {queries}, {shard}, lengths {step}")
 
 
-def never_comes(rank, form, queries, absent):
-    """`absent` stays away from the second call. What the others get: ids, what `check` and the next call say, seconds."""
+def never_comes(rank, form, queries, absent, lengths):
+    """`absent` stays away from the second call. What the others get: (ids, page table) of calls, what `check` and the next call say, seconds."""
     shape = shape_of(2)
-    cp, shard = make(rank, shape, queries, form)
-    problem = build(shape, [64 * 9, 64 * 2], max_context=BOUND, seed=3)
-    first = cp(*given(problem, shard, queries)).clone()
+    problem = build(shape, lengths, seed=3)
+    cp, shard = make(rank, shape, queries, form, bound=problem.max_context)
+
+    def call():
+        table = PageTable.empty(shape, local_heads=shard.local_heads, tokens=2, page_size=16)
+        return cp(*given(problem, shard, queries), pages=table).clone(), table.pages, table.attended
+
+    first = call()
     impatient(cp)
     dist.barrier()
     if rank == absent:
@@ -273,9 +361,9 @@ def never_comes(rank, form, queries, absent):
         cp.check()  # nothing is wrong here: this rank awaited nothing
         return first, None, None, [], 0.0
     start = time.monotonic()
-    second = cp(*given(problem, shard, queries)).clone()
+    second = call()
     took = time.monotonic() - start
-    third = cp(*given(problem, shard, queries)).clone()  # as a replay would: nothing was raised yet
+    third = call()  # as a replay would: nothing was raised yet
     said = []
     for attempt in (cp.check, lambda: cp(*given(problem, shard, queries)), cp.check):
         try:
@@ -288,20 +376,26 @@ def never_comes(rank, form, queries, absent):
 
 
 @pytest.mark.parametrize(
-    "form, queries",
+    "form, queries, lengths",
     [
-        ("one_launch", "replicated"),
-        ("one_launch", "gathered"),
-        ("two_launch", "replicated"),
-        ("staged", "replicated"),
-        ("staged", "gathered"),
+        ("one_launch", "replicated", [64 * 9, 64 * 2]),
+        ("one_launch", "gathered", [64 * 9, 64 * 2]),
+        ("one_launch", "replicated", [64 * 66, 64 * 2]),  # the row's segments are chosen from by programs of their own
+        ("two_launch", "replicated", [64 * 9, 64 * 2]),
+        ("staged", "replicated", [64 * 9, 64 * 2]),
+        ("staged", "gathered", [64 * 9, 64 * 2]),
     ],
 )
-def test_a_rank_that_does_not_come_is_named(ranks_of, form, queries):
+def test_a_rank_that_does_not_come_is_named(ranks_of, form, queries, lengths):
     absent = 1
-    answers = ranks_of(2).run(never_comes, form, queries, absent)
-    expect = oracle(build(shape_of(2), [64 * 9, 64 * 2], max_context=BOUND, seed=3))
-    for rank, (first, second, third, said, took) in enumerate(answers):
+    answers = ranks_of(2).run(never_comes, form, queries, absent, lengths)
+    problem = build(shape_of(2), lengths, seed=3)
+    expect = oracle(problem)
+    for rank, (*tables, said, took) in enumerate(answers):
+        for table in filter(None, tables):  # it tells of the ids beside it: no page and no token of a row of -1
+            pages, attended = expected_pages(problem, table[0], page_size=16, stride=4)
+            assert torch.equal(table[1], pages) and torch.equal(table[2], attended), rank
+        first, second, third = (table and table[0] for table in tables)
         assert_ids(first, expect[rank * 2 : rank * 2 + 2])
         if rank == absent:
             continue
