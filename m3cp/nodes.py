@@ -86,9 +86,9 @@ def _lead(place: worker.Place, given: argparse.Namespace, facts: dict[str, Any],
         plan = grid.make_plan([p for p in points if p not in skipped], device=device, ranks=world, known=known)
         groups = [grid.Group(world, g.points, g.record) for g in plan.groups]  # every rank takes part in every group
         skipped |= plan.skipped
-        for point, reason in skipped.items():
-            if point not in said:
-                records.append(file, records.Row(point, "skipped", point.arm, facts["node"], 0, error=reason))
+        new = {p: reason for p, reason in skipped.items() if p not in said}
+        if new:
+            records.append(file, *(records.Row(p, "skipped", p.arm, facts["node"], 0, error=reason) for p, reason in new.items()))
         outcome = sweep.Outcome(plan.points, file)
         job = {**facts, "out": str(file), "provenance": provenance, "seconds": None, "groups": [sweep._as_json(g) for g in groups]}
         place.peers.exchange(job)

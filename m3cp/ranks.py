@@ -174,22 +174,9 @@ def _main_stack(dump: str) -> str:
 
 def main(argv: Sequence[str]) -> None:
     """One rank of a sweep, `argv` being its job file."""
-    import gc
-
     from m3cp import worker
 
-    class Rank(worker.Sweep):
-        """Its plan and what is imported are no garbage: looking through them again after each group takes 0.1 s."""
-
-        frozen = False
-
-        def group(self, points, ahead):
-            if not self.frozen:
-                gc.freeze()
-                self.frozen = True
-            return super().group(points, ahead)
-
-    worker.run(json.loads(Path(argv[0]).read_text()), lambda place, job: Rank(place, job).groups())
+    worker.main(list(argv))
 
 
 if __name__ == "__main__":

@@ -125,8 +125,8 @@ class Row:
         return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2 if n else float("nan")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, `point` nested."""
-        return dataclasses.asdict(self)
+        """Plain JSON values, `point` nested; lists and dicts in it are the row's own."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"point": self.point.to_dict()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Row:
@@ -165,27 +165,32 @@ def rows_files(run: Path | str) -> list[Path]:
     return [p for p in (path / ROWS_FILE, *sorted(path.glob(OTHER_ROWS_FILES))) if p.exists()]
 
 
-def append(run: Path | str, row: Row) -> None:
-    """Append one row to a run's rows file, flushed to disk; creates the folder. All of the line stays, or none of it.
+def append(run: Path | str, *rows: Row, sync: bool = True) -> None:
+    """Append rows to a run's rows file; creates the folder. All of their lines stay, or none of them.
 
     A torn line that an earlier crash left at the end of the file is cut off first.
+
+    Args:
+        sync: wait until the disk has them, and what was appended before. Without that they outlive this process, however
+            it ends, but not the machine.
 
     Raises:
         CannotWrite: a full disk, a read-only folder; what the file held is there as before.
         ValueError: the file ends in something that is no part of a row, which is left alone.
     """
     path = rows_file(run)
-    line = (json.dumps(row.to_dict(), allow_nan=False, separators=(",", ":")) + "\n").encode()
+    lines = "".join(json.dumps(row.to_dict(), allow_nan=False, separators=(",", ":")) + "\n" for row in rows).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             size = _whole_bytes(file, path)
             try:
-                left = memoryview(line)
+                left = memoryview(lines)
                 while left:
                     left = left[os.write(file, left) :]
-                os.fsync(file)
+                if sync:
+                    os.fsync(file)
             except OSError:
                 os.ftruncate(file, size)
                 raise

@@ -237,9 +237,9 @@ def main(
         plan = _plan([p for p in points if p not in refused], device, known)
         plan.skipped |= refused
         announce(plan, device, out)
-        for point, reason in plan.skipped.items():
-            if point not in said:
-                records.append(out / rows, records.Row(point, "skipped", point.arm, facts["node"], 0, error=reason))
+        new = {p: reason for p, reason in plan.skipped.items() if p not in said}
+        if new:
+            records.append(out / rows, *(records.Row(p, "skipped", p.arm, facts["node"], 0, error=reason) for p, reason in new.items()))
         outcome = Outcome(plan.points, out / rows)
         deadline = None if minutes is None else began + minutes * 60
         job = {**facts, "out": str(out / rows), "provenance": provenance}

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -49,6 +50,7 @@ PROBE_BYTES = {"cuda": GIB // 2, "cpu": 1 << 25}
 CHECKED_BLOCKS = {"cuda": 600_000, "cpu": 4_000}  # the reference checks caches until it has scored so many blocks
 EAGER_BLOCKS = 4_000  # of a rotation, where each call is timed by itself and nothing else asks for more calls
 DRIFT = 0.03
+SYNC_S = 1.0  # between two times that rows are brought to the disk
 JOIN_S = 300.0  # for all ranks to meet
 PEER_PATIENCE_S = 600.0  # for ranks that may be compiling
 FAILED_PATIENCE_S = 15.0  # for a rank that failed: the others either come at once or are stuck in a collective
@@ -571,39 +573,50 @@ class Sweep:
         self._pool: tuple[tuple, torch.Tensor] | None = None
         self._probe: Probe | None = None
         self._rates: dict[str, float] = {}
+        self._synced, self._waiting = float("-inf"), False  # when rows were last brought to the disk, and whether some were not yet
         self.deadline = time.monotonic() + job["seconds"] if job.get("seconds") else None
 
     def groups(self) -> None:
         """Run all groups, in order, until the time given is up."""
         groups = [[Point.from_dict(p) for p in group["points"]] for group in self.job["groups"]]
         lasted = 0.0
+        (Path(self.job["scratch"]) / "progress.json").touch()
+        gc.collect()
+        gc.freeze()  # the plan and what is imported are no garbage: looking through them again after each group takes 0.1 s
         for number, (points, group) in enumerate(zip(groups, self.job["groups"], strict=True)):
             late = self.deadline is not None and time.monotonic() + lasted > self.deadline
             if self.peers.exchange(late)[0]:
                 break
-            self._note(current=number, done=number, label=points[0].label)
+            self._note(number, points[0].label)
             began = time.monotonic()
-            record = [p for p, wanted in zip(points, group["record"], strict=True) if wanted]
-            ahead = [p for later in groups[number:] for p in later]
+            ahead = itertools.chain.from_iterable(itertools.islice(groups, number, None))
             try:
                 rows = self.group(points, ahead)
             except Failed as error:
                 rows = [self.failed(p, str(error)) for p in points]
             if self.peers.rank == 0:
-                for row in rows:
-                    if row.point in record:
-                        records.append(self.job["out"], row)
+                record = {p for p, wanted in zip(points, group["record"], strict=True) if wanted}
+                self._keep([row for row in rows if row.point in record])
             lasted = time.monotonic() - began
             gc.collect()
-            self._note(current=number, done=number + 1, label=points[0].label)
+        if self._waiting:
+            records.append(self.job["out"])
 
-    def _note(self, **values: Any) -> None:
+    def _keep(self, rows: list[records.Row]) -> None:
+        """Append a group's rows. A disk may take longer for them than a short group for its Points: rows that come within
+        `SYNC_S` of others are brought to it with the next ones, or at the end."""
+        self._waiting = time.monotonic() - self._synced < SYNC_S
+        records.append(self.job["out"], *rows, sync=not self._waiting)
+        if not self._waiting:
+            self._synced = time.monotonic()
+
+    def _note(self, current: int, label: str) -> None:
+        """Say which group this is, over what was said before: a new file for each could have to wait for the disk."""
         if self.peers.rank == 0:
-            path = Path(self.job["scratch"]) / "progress.json"
-            path.with_suffix(".new").write_text(json.dumps(values))
-            path.with_suffix(".new").rename(path)
+            with open(Path(self.job["scratch"]) / "progress.json", "r+b", buffering=0) as file:
+                file.write(json.dumps({"current": current, "label": label[:200]}).ljust(1024).encode())
 
-    def pool(self, points: list[Point], ahead: list[Point]) -> torch.Tensor:
+    def pool(self, points: list[Point], ahead: Iterable[Point]) -> torch.Tensor:
         """The pool that this and later groups of the same shape, dtype and seed draw pages from."""
         first = points[0]
         key = (first.shape, first.dtype, first.seed)
@@ -638,7 +651,7 @@ class Sweep:
         )
         return plan.caches * inputs.pages_of_a_cache(point) * page
 
-    def group(self, points: list[Point], ahead: list[Point]) -> list[records.Row]:
+    def group(self, points: list[Point], ahead: Iterable[Point]) -> list[records.Row]:
         """Build, check and time arms over the same inputs; a row for every Point."""
         place, peers = self.place, self.peers
         first, together = points[0], peers.together
