@@ -115,11 +115,11 @@ class Resources:
         return self.programs * self.warps
 
 
-def kernels() -> dict[str, tuple]:
-    """Every kernel of a step as it is launched for M3's shape, bf16 and 16 requests.
+def kernels(target: str) -> dict[str, tuple]:
+    """Every kernel of a step as it is launched on `target` for M3's shape, bf16 and 16 requests.
 
     Returns:
-        {name: (kernel, element types of its pointers, constants, warps)}.
+        {name: (kernel, element types of its pointers, constants, the compiler's options)}.
     """
     import torch
 
@@ -132,28 +132,34 @@ def kernels() -> dict[str, tuple]:
     words = dict.fromkeys(("words_ptr", "peers_ptr", "parts_ptr", "counters_ptr", "state_ptr"), "i64")
     step = {"q_ptr": "bf16", "cache_ptr": "bf16", "table_ptr": "i32", "lens_ptr": "i32"}
     pages = {"pages_ptr": "i32", "attended_ptr": "i32", "table_ptr": "i32"}
-    alone = score.constants(shape, shape.heads, shape.heads, 1, 1, 16, cache)
-    of_two = score.constants(shape, shape.heads, 2, 2, 1, 16, cache)
+    columns = tile.columns(hip := target != "sm_90")
+    alone = score.constants(shape, shape.heads, shape.heads, 1, 1, 16, cache, columns)
+    of_two = score.constants(shape, shape.heads, 2, 2, 1, 16, cache, columns)
 
     def form(dtype: str) -> int:
         """How elements are read: fp8 comes as bytes, and which format they are in is a constant."""
-        return tile.E4M3FN.value if dtype == "u8" else tile.NATIVE.value
+        return tile.NATIVE.value if dtype != "u8" else tile.E4M3FNUZ_CAST.value if target == "gfx942" else tile.E4M3FN_CAST.value
+
+    def launched(dtype: str) -> tuple[dict, dict]:
+        """(constants, options) of a scoring kernel's launch."""
+        setting = tile.setting(form(dtype), hip=hip)
+        return dict(FORMAT=form(dtype), STAGES=setting.stages, UPCAST=False), setting.options
 
     def scoring(dtype: str) -> tuple:
         return (score.score_kernel, step | {"cache_ptr": dtype, "scores_ptr": "fp32", "state_ptr": "i64"},
-                alone | dict(FORMAT=form(dtype), STAGES=score.STAGES, UPCAST=False), score.WARPS)  # fmt: skip
+                alone | launched(dtype)[0], launched(dtype)[1])  # fmt: skip
 
     def fusing(fixed: dict, phase: int, exchange: bool, gathered: bool, presence: bool = False, dtype: str = "bf16", paged: bool = False) -> tuple:
-        options = dict(KEEP=keep, STAGES=fused.STAGES, UPCAST=False, PHASE=phase, EXCHANGE=exchange, GATHER=gathered, PRESENCE=presence)
-        options |= {"FORMAT": form(dtype)} | ({"PER_BLOCK": 8} if paged else fused.NO_PAGES)
+        options = dict(KEEP=keep, PHASE=phase, EXCHANGE=exchange, GATHER=gathered, PRESENCE=presence) | launched(dtype)[0]
+        options |= {"PER_BLOCK": 8} if paged else fused.NO_PAGES
         pointers = step | {"cache_ptr": dtype, "out_ptr": "i32"} | words | (pages if paged else {})
-        return fused.fused_kernel, pointers, fixed | options, fused.WARPS
+        return fused.fused_kernel, pointers, fixed | options, launched(dtype)[1]
 
     def attending(dtype: str) -> tuple:
         fixed = attention.constants(shape.heads, 16, shape.head_dim, shape.block_size, shape.topk, 4) | {"scale": shape.head_dim**-0.5}
         options = dict(UNIT=16 if dtype == "u8" else 8, FORMAT=form(dtype), STAGES=attention.STAGES, UPCAST=False)
         pointers = step | dict(k_ptr=dtype, v_ptr=dtype, ids_ptr="i32", parts_ptr="fp32", lse_ptr="fp32")
-        return attention.attention_kernel, pointers, fixed | options, attention.WARPS_FP8 if dtype == "u8" else attention.WARPS
+        return attention.attention_kernel, pointers, fixed | options, dict(num_warps=attention.WARPS_FP8 if dtype == "u8" else attention.WARPS)
 
     filling = dict(FORMAT=form("bf16"), STAGES=prefill.STAGES, UPCAST=False)
     parts = dict(GROUP=16, DIM=shape.head_dim, SPLITS=4, LANES=4, v_scale=1.0)
@@ -163,20 +169,20 @@ def kernels() -> dict[str, tuple]:
     return {
         "score, bf16": scoring("bf16"),
         "score, fp8": scoring("u8"),
-        "candidates": (candidates.candidates_kernel, listing | {"out_ptr": "i64"}, chosen | dict(CHOOSE=False), candidates.WARPS),
-        "choice (TP)": (candidates.candidates_kernel, listing | {"out_ptr": "i32"}, chosen | dict(CHOOSE=True), candidates.WARPS),
+        "candidates": (candidates.candidates_kernel, listing | {"out_ptr": "i64"}, chosen | dict(CHOOSE=False), dict(num_warps=candidates.WARPS)),
+        "choice (TP)": (candidates.candidates_kernel, listing | {"out_ptr": "i32"}, chosen | dict(CHOOSE=True), dict(num_warps=candidates.WARPS)),
         "merge, P=4": (
-            merge.merge_kernel, {"keys_ptr": "i64", "out_ptr": "i32", "state_ptr": "i64", "lens_ptr": "i32"} | pages, merging, merge.WARPS,
+            merge.merge_kernel, {"keys_ptr": "i64", "out_ptr": "i32", "state_ptr": "i64", "lens_ptr": "i32"} | pages, merging, dict(num_warps=merge.WARPS),
         ),
         "prefill scores": (
             prefill.prefill_kernel, step | {"starts_ptr": "i32", "scores_ptr": "fp32", "rows_ptr": "i32", "state_ptr": "i64"},
-            prefill.constants(shape, shape.heads, 16, cache) | filling, prefill.WARPS,
+            prefill.constants(shape, shape.heads, 16, cache, columns) | filling, dict(num_warps=prefill.WARPS),
         ),
         "attention, bf16": attending("bf16"),
         "attention, fp8": attending("u8"),
-        "attention, merge of parts": (attention.merge_parts_kernel, {"parts_ptr": "fp32", "lse_ptr": "fp32", "out_ptr": "bf16"}, parts, 1),
-        "symmetric gather": (gather.gather_kernel, {"payload_ptr": "i32", "out_ptr": "i32"} | words, dict(CHUNK=gather.CHUNK), gather.WARPS),
-        "ping-pong": (turns_kernel, {"words_ptr": "i64", "peers_ptr": "i64", "state_ptr": "i32"}, {}, 4),
+        "attention, merge of parts": (attention.merge_parts_kernel, {"parts_ptr": "fp32", "lse_ptr": "fp32", "out_ptr": "bf16"}, parts, dict(num_warps=1)),
+        "symmetric gather": (gather.gather_kernel, {"payload_ptr": "i32", "out_ptr": "i32"} | words, dict(CHUNK=gather.CHUNK), dict(num_warps=gather.WARPS)),
+        "ping-pong": (turns_kernel, {"words_ptr": "i64", "peers_ptr": "i64", "state_ptr": "i32"}, {}, dict(num_warps=4)),
         "two launches: push": fusing(of_two, fused.PUSH, True, True, True),
         "two launches: choose": fusing(of_two, fused.CHOOSE, True, True, True),
         "one launch: TP": fusing(alone, fused.ONE_LAUNCH, False, False),
@@ -191,10 +197,10 @@ def resources(target: str, without: tuple[str, ...] = ()) -> list[Resources]:
     """Compile the kernels of `kernels`, but for those named, and say what each takes; seconds a kernel, no GPU needed."""
     from tqdm import tqdm
 
-    found, todo = [], {name: values for name, values in kernels().items() if name not in without}
-    for name, (kernel, pointers, constants, warps) in tqdm(todo.items(), desc=target, unit="kernel", mininterval=0.5):
-        made = build(kernel, {k: v for k, v in pointers.items() if k in kernel.arg_names}, constants, target, num_warps=warps)
-        limit = SHARED_BYTES[target]
+    found, todo = [], {name: values for name, values in kernels(target).items() if name not in without}
+    for name, (kernel, pointers, constants, options) in tqdm(todo.items(), desc=target, unit="kernel", mininterval=0.5):
+        made = build(kernel, {k: v for k, v in pointers.items() if k in kernel.arg_names}, constants, target, **options)
+        limit, warps = SHARED_BYTES[target], options["num_warps"]
         if target == "sm_90":  # the vendor's table for compute capability 9.0: 65,536 registers, 2,048 threads, 228 KB
             programs = nvidia_programs(made.registers, warps, made.shared_bytes, limit + 1024, 65_536, 2048)
         else:

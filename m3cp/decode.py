@@ -69,7 +69,7 @@ class _Decode:
             raise ValueError(f"form={form!r} on {device}: the eager backend has form 'staged' only (set TRITON_INTERPRET=1 before import to interpret)")
         self._out = self._buffer((shard.local_heads * self.max_tokens * shape.topk,), torch.int32)
         self._state = torch.zeros(4, dtype=torch.int64, device=device)  # launches, then the error word: kind, rank, launch
-        self._programs = _INTERPRETER_PROGRAMS if device.type != "cuda" else score_op.PROGRAMS_PER_UNIT * _compute_units(device)
+        self._programs = _INTERPRETER_PROGRAMS if device.type != "cuda" else tile.setting(tile.cache_format(cache_dtype)).programs_per_unit * _compute_units(device)
 
     def _buffer(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         self._buffers.append(torch.empty(size, dtype=dtype, device=self.device))
@@ -499,10 +499,10 @@ class _Fused:
             words, peers, self._mapped = exchange.allocate(self.shard, device, 2 * slot_words + alone)
         rows = self.shard.local_heads * owner.max_tokens
         parts = torch.zeros(rows * width // fused_op.SEGMENT * 2 * candidates_op.kept(shape.topk), dtype=torch.int64, device=device)
+        self.phases = (fused_op.ONE_LAUNCH,) if owner.form == "one_launch" else (fused_op.PUSH, fused_op.CHOOSE)
         counters = torch.zeros(2, self._resident(), dtype=torch.int64, device=device)
         owner._buffers += [words, parts, counters]
         self.memory = fused_op.Memory(words, peers, parts, counters, owner._state, width, slot_words, owner.max_tokens)
-        self.phases = (fused_op.ONE_LAUNCH,) if owner.form == "one_launch" else (fused_op.PUSH, fused_op.CHOOSE)
 
     def _resident(self) -> int:
         """Programs of the grid: those that the device is sure to hold at once, by registers and shared memory."""
@@ -511,11 +511,12 @@ class _Fused:
         units = _compute_units(self.owner.device)
         owner = self.owner
         bounds = (owner.max_requests, owner.max_query_len, owner.cache_dtype)
-        built = fused_op.heaviest(owner.shape, self.shard, *bounds, self.exchange, self.gather, self.threshold is not None)
-        fit = compiled.resident_programs(built, fused_op.WARPS, self.owner.device)
+        first = self.phases[0]
+        built = fused_op.heaviest(owner.shape, self.shard, *bounds, self.exchange, self.gather, self.threshold is not None, first)
+        fit = compiled.resident_programs(built, tile.WARPS, self.owner.device)
         if fit < 1:
             raise RuntimeError(f"form={self.owner.form!r}: no program of this kernel fits a compute unit of {self.owner.device}")
-        return units * min(fused_op.PROGRAMS_PER_UNIT, fit)
+        return units * min(tile.setting(tile.cache_format(owner.cache_dtype)).programs_per_unit, fit)
 
     def launch(self, phase: int, q, cache, block_table, seq_lens, query_len: int, out: torch.Tensor, emit: Emission | None = None) -> None:
         built = fused_op.fused(
@@ -524,8 +525,9 @@ class _Fused:
             threshold=self.threshold, emit=emit,
         )  # fmt: skip
         warm = self.owner._warm and (emit is None or emit.table.page_size in self.owner._warm_page_sizes)
-        if not warm and built is not None and self.owner.device.type == "cuda":
-            fit = compiled.resident_programs(built, fused_op.WARPS, self.owner.device) * _compute_units(self.owner.device)
+        # Only programs of one launch that wait for each other must all be resident.
+        if not warm and phase == fused_op.ONE_LAUNCH and self.owner.device.type == "cuda":
+            fit = compiled.resident_programs(built, tile.WARPS, self.owner.device) * _compute_units(self.owner.device)
             if fit < self.memory.counters.shape[1]:
                 raise RuntimeError(f"{fit} programs of this kernel are resident at once, the grid has {self.memory.counters.shape[1]}: they could wait for ever")
 

@@ -11,7 +11,6 @@ import torch
 from m3cp import reference
 from m3cp.kernels import prefill as prefill_op
 from m3cp.kernels import tile
-from m3cp.kernels.score import PROGRAMS_PER_UNIT
 from m3cp.shapes import MAX_CONTEXT_LIMIT, IndexerShape, require, require_int
 from m3cp.shard import Shard
 
@@ -52,7 +51,7 @@ class Prefill:
         self._row_tokens = torch.empty(window, dtype=torch.int32, device=self.device)
         self._error = torch.zeros(2, dtype=torch.int64, device=self.device)  # kind, rank
         units = torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 1
-        self._programs = units * PROGRAMS_PER_UNIT
+        self._programs = units * tile.setting(tile.NATIVE.value).programs_per_unit
 
     @property
     def nbytes(self) -> int:

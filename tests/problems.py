@@ -149,6 +149,17 @@ def build(
     )
 
 
+def far_apart(problem: Problem) -> Problem:
+    """The problem where every second (token, head) row is no fp16 row, whatever power of two it is multiplied by.
+
+    Its first element is 2**60; keys are 0 there, so that every other element still decides.
+    """
+    q, cache = problem.q.clone(), problem.cache.clone()
+    q.view(-1, problem.shape.head_dim)[::2, 0] = 2.0**60
+    cache.view(torch.uint8)[..., 0] = 0
+    return dataclasses.replace(problem, q=q, cache=cache)
+
+
 def oracle(problem: Problem, scores: np.ndarray | None = None) -> torch.Tensor:
     """The right choice, `[heads, tokens, topk]` int32, by fp64 dots and a sort in plain Python.
 

@@ -42,12 +42,23 @@ POINTERS = {
 }
 
 
+CASTS = {"sm_90": torch.float8_e4m3fn, "gfx950": torch.float8_e4m3fn, "gfx942": torch.float8_e4m3fnuz}  # by an instruction
+
+
+def launched(target, dtype, groups=1, adaptive=False):
+    """(constants, setting) of a scoring kernel over such a cache on a target."""
+    form = tile.cache_format(dtype, CASTS[target] == dtype)
+    setting = tile.setting(form, groups, adaptive, target != "sm_90")
+    return dict(FORMAT=form, STAGES=setting.stages, UPCAST=False), setting
+
+
 def score(target, *, heads=4, query_len=1, requests=16, dim=128, block=128, page_bytes=0, dtype=torch.bfloat16):
     shape = IndexerShape(heads=heads, head_dim=dim, block_size=block)
     cache = torch.empty(2, block, dim, dtype=dtype)
     if page_bytes:
         cache = cache.as_strided((1, block, dim), (page_bytes // 2, dim, 1))
-    constants = score_op.constants(shape, heads, heads, 1, query_len, requests, cache)
+    constants = score_op.constants(shape, heads, heads, 1, query_len, requests, cache, tile.columns(target != "sm_90"))
+    options, setting = launched(target, dtype, constants["GROUPS"])
     return compiled.build(
         score_op.score_kernel,
         POINTERS
@@ -55,9 +66,9 @@ def score(target, *, heads=4, query_len=1, requests=16, dim=128, block=128, page
             "cache_ptr": {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "u8"),
             "q_ptr": "fp16" if dtype == torch.float16 else "bf16",
         },
-        constants | dict(FORMAT=tile.cache_format(dtype), STAGES=score_op.STAGES, UPCAST=False),
+        constants | options,
         target,
-        num_warps=score_op.WARPS,
+        **setting.options,
     )
 
 
@@ -109,14 +120,10 @@ def test_score(target, change):
     assert_sound(build)
     assert re.search(MATRIX[target], build.assembly), "no matrix instruction"
     if target == "sm_90":
-        # What PROGRAMS_PER_UNIT promises must fit a unit together, at least while one group of columns does.
-        resident = min(
-            compiled.SHARED_BYTES[target] // build.shared_bytes, 65_536 // (32 * score_op.WARPS * build.registers)
-        )
-        one_group = change.get("heads", 4) * change.get("query_len", 1) <= 16
-        assert resident >= (
-            score_op.PROGRAMS_PER_UNIT if one_group and change.get("dtype", torch.bfloat16).itemsize == 2 else 2
-        )
+        # What the setting promises must fit a unit together.
+        resident = min(compiled.SHARED_BYTES[target] // build.shared_bytes, 65_536 // (32 * tile.WARPS * build.registers))
+        groups = -(-change.get("heads", 4) * change.get("query_len", 1) // tile.columns(False))
+        assert resident >= launched(target, change.get("dtype", torch.bfloat16), groups)[1].programs_per_unit
 
 
 @pytest.mark.parametrize("target", TARGETS)

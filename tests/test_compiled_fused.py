@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from test_compiled import MATRIX, TARGETS, assert_sound
+from test_compiled import MATRIX, TARGETS, assert_sound, launched
 
 from m3cp import compiled
 from m3cp.kernels import fused as fused_op
@@ -25,25 +25,24 @@ REGISTERS = {
 }  # of a unit, a thread of four warps (a lane of a SIMD)
 
 
-def fused(target, *, exchange=True, gather=False, phase=fused_op.ONE_LAUNCH, presence=False, dtype=torch.bfloat16, adaptive=False, per_block=0):
+def fused(target, *, exchange=True, gather=False, phase=fused_op.ONE_LAUNCH, presence=False, dtype=torch.bfloat16, adaptive=False, per_block=0, query_len=1):
     """The kernel of TP (no exchange) or of one rank of two, for M3's shape and 16 requests."""
     shape = IndexerShape()
     cache = torch.empty(2, 128, 128, dtype=dtype)
-    fixed = constants(shape, 4, 2 if exchange else 4, 2 if exchange else 1, 1, 16, cache)
+    fixed = constants(shape, 4, 2 if exchange else 4, 2 if exchange else 1, query_len, 16, cache, tile.columns(target != "sm_90"))
+    given, setting = launched(target, dtype, fixed["GROUPS"], adaptive)
     options = dict(
         KEEP=kept(16),
-        STAGES=fused_op.STAGES,
-        UPCAST=False,
         PHASE=phase,
         EXCHANGE=exchange,
         GATHER=gather,
         PRESENCE=presence,
-        FORMAT=tile.cache_format(dtype),
         ADAPTIVE=adaptive,
     )
+    options |= given
     options |= {"PER_BLOCK": per_block} if per_block else fused_op.NO_PAGES
     pointers = POINTERS | ({"cache_ptr": "u8"} if dtype.itemsize == 1 else {}) | (PAGES if per_block else {})
-    return compiled.build(fused_op.fused_kernel, pointers, fixed | options, target, num_warps=fused_op.WARPS)
+    return compiled.build(fused_op.fused_kernel, pointers, fixed | options, target, **setting.options)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -54,7 +53,7 @@ def test_one_launch(target, adaptive):
     assert re.search(MATRIX[target], build.assembly), "no matrix instruction"
     # Programs that wait need those they wait for: a unit must hold one at least, and three where they are promised.
     resident = min(compiled.SHARED_BYTES[target] // build.shared_bytes, REGISTERS[target] // build.registers)
-    assert resident >= (fused_op.PROGRAMS_PER_UNIT if target == "sm_90" else 2 if target == "gfx950" else 1)
+    assert resident >= (launched(target, torch.bfloat16)[1].programs_per_unit if target == "sm_90" else 2 if target == "gfx950" else 1)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -63,6 +62,15 @@ def test_one_launch_over_fp8(target, dtype):
     build = fused(target, gather=True, dtype=dtype)
     assert_sound(build)
     assert compiled.SHARED_BYTES[target] >= build.shared_bytes and REGISTERS[target] >= build.registers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("query_len, adaptive", [(4, False), (4, True), (8, False), (1, True)])
+def test_more_columns_and_adaptive(target, dtype, query_len, adaptive):
+    build = fused(target, gather=True, dtype=dtype, query_len=query_len, adaptive=adaptive)
+    assert_sound(build)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -88,7 +96,7 @@ def test_page_tables_take_no_program_from_a_unit(target, setting):
     paged, plain = fused(target, **({"per_block": 8} | setting)), fused(target, **{k: v for k, v in setting.items() if k != "per_block"})
     assert_sound(paged)
     resident = [
-        min(fused_op.PROGRAMS_PER_UNIT, compiled.SHARED_BYTES[target] // b.shared_bytes, REGISTERS[target] // b.registers) for b in (paged, plain)
+        min(4, compiled.SHARED_BYTES[target] // b.shared_bytes, REGISTERS[target] // b.registers) for b in (paged, plain)
     ]
     assert resident[0] >= resident[1]
 

@@ -22,7 +22,7 @@ def sound(found, capsys):
 def test_every_kernel_for_gfx950_fits_and_spills_nothing(capsys):
     found = compiled.resources("gfx950", without=HEAVY)
     sound(found, capsys)
-    assert {r.kernel for r in found} == set(compiled.kernels()) - set(HEAVY)
+    assert {r.kernel for r in found} == set(compiled.kernels("gfx950")) - set(HEAVY)
     text = compiled.table("gfx950", found)
     assert all(word in text[0] for word in ("VGPRs", "LDS bytes", "programs/CU", "waves/CU", "spills"))
     assert len(text) == len(found) + 1 and all(line.startswith(r.kernel) for line, r in zip(text[1:], found, strict=True))
@@ -30,7 +30,7 @@ def test_every_kernel_for_gfx950_fits_and_spills_nothing(capsys):
 
 @pytest.mark.slow
 def test_the_heavy_ones_too(capsys):
-    found = compiled.resources("gfx950", without=tuple(name for name in compiled.kernels() if name not in HEAVY))
+    found = compiled.resources("gfx950", without=tuple(name for name in compiled.kernels("gfx950") if name not in HEAVY))
     sound(found, capsys)
     assert {r.kernel for r in found} == set(HEAVY)
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from test_compiled import MATRIX, TARGETS, assert_sound
+from test_compiled import MATRIX, TARGETS, assert_sound, launched
 
 from m3cp import compiled
 from m3cp.kernels import prefill as prefill_op
@@ -19,8 +19,8 @@ POINTERS = {"cache_ptr": "bf16", "q_ptr": "bf16", "table_ptr": "i32", "lens_ptr"
 @pytest.mark.parametrize("heads, requests, dtype", [(4, 16, torch.bfloat16), (2, 256, torch.float8_e4m3fn)])
 def test_prefill(target, heads, requests, dtype):
     cache = torch.empty(2, 128, 128, dtype=dtype)
-    constants = prefill_op.constants(IndexerShape(), heads, requests, cache)
-    options = dict(FORMAT=tile.cache_format(dtype), STAGES=prefill_op.STAGES, UPCAST=False)
+    constants = prefill_op.constants(IndexerShape(), heads, requests, cache, tile.columns(target != "sm_90"))
+    options = launched(target, dtype)[0] | dict(STAGES=prefill_op.STAGES)
     pointers = POINTERS | ({"cache_ptr": "u8"} if dtype.itemsize == 1 else {})
     build = compiled.build(prefill_op.prefill_kernel, pointers, constants | options, target, num_warps=prefill_op.WARPS)
     assert_sound(build)

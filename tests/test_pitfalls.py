@@ -190,11 +190,12 @@ def test_a_grid_larger_than_what_is_resident_is_refused_at_warm_up(monkeypatch):
 
 def test_a_kernel_that_does_not_fit_a_unit_is_refused_at_construction(monkeypatch):
     made = object.__new__(decode._Fused)
-    made.owner = SimpleNamespace(device=torch.device("cuda", 0), form="one_launch", shape=None, max_requests=1, max_query_len=1, cache_dtype=None)
+    made.owner = SimpleNamespace(device=torch.device("cuda", 0), form="one_launch", shape=None, max_requests=1, max_query_len=1, cache_dtype=torch.bfloat16)
     made.shard, made.exchange, made.gather, made.threshold = None, True, False, None
+    made.phases = (fused_op.ONE_LAUNCH,)
     monkeypatch.setattr(decode, "_compute_units", lambda device: 132)
     monkeypatch.setattr(decode.fused_op, "heaviest", lambda *given: "built")
-    for fit, grid in ((0, None), (1, 132), (2, 264), (9, 132 * fused_op.PROGRAMS_PER_UNIT)):
+    for fit, grid in ((0, None), (1, 132), (2, 264), (9, 132 * 4)):
         monkeypatch.setattr(decode.compiled, "resident_programs", lambda built, warps, device, fit=fit: fit)
         if grid is None:
             with pytest.raises(RuntimeError, match="form='one_launch': no program of this kernel fits a compute unit of cuda:0"):

@@ -30,7 +30,7 @@ def _load_rows(cache_ptr, page, stride_page, i_head, stride_head, stride_token, 
     p_page = tl.multiple_of(cache_ptr + (page * stride_page + i_head * stride_head) * UNIT, 16)
     p_rows = p_page + tl.arange(0, BLOCK)[:, None] * (stride_token * UNIT) + tl.arange(0, DIM)[None, :]
     b_rows = tl.load(p_rows, mask=m_token[:, None], other=0)
-    return decode_e4m3(b_rows, FORMAT) if FORMAT != NATIVE else b_rows
+    return decode_e4m3(b_rows, FORMAT).to(tl.bfloat16) if FORMAT != NATIVE else b_rows
 
 
 @triton.jit(

@@ -23,7 +23,7 @@ An adaptive launch of few blocks is one of those: it takes TP's path, which the 
 rank. It deals all blocks to each rank, keeps the words of the rank's own heads in memory that no peer writes, and tags
 them with the launch counter.
 Words between programs of one rank live in a buffer that no peer writes and carry the launch counter.
-Each program keeps its own copy of both counters, reads it first and writes it last: no copy changes under a reader.
+Each program keeps its own copy of both counters and brings it forward once all its warps have read it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from m3cp.kernels.candidates import keep_best, kept
 from m3cp.kernels.pages import store_row_pages
 from m3cp.kernels.score import LENGTH_ERROR, constants
 from m3cp.kernels.tile import (
-    COLUMNS,
+    NATIVE,
     blocks_of,
     column_tokens,
     load_columns,
     load_keys,
     longest_row,
     my_share,
+    operands,
     read_span,
     row_tokens,
     score_columns,
@@ -58,9 +59,6 @@ from m3cp.shard import Shard
 
 # Blocks that one program chooses from at once: 256 keys sort in about a microsecond; the interpreter sorts slowly.
 SEGMENT = 64 if tile.INTERPRETED else 256
-# Four warps a program: the 128 x 16 dot without spills. Two tiles of 32 KB in flight and three programs a compute
-# unit fill HBM3e and fit Hopper's shared memory.
-WARPS, STAGES, PROGRAMS_PER_UNIT = 4, 2, 3
 WAIT_ERROR = tl.constexpr(2)
 ONE_LAUNCH, PUSH, CHOOSE = 0, 1, 2  # phases
 NO_PAGES = dict(pages_ptr=None, attended_ptr=None, entry_stride=None, PER_BLOCK=0)  # None: no argument of the compiled kernel
@@ -70,8 +68,9 @@ _FAILED = tl.constexpr(-1)  # stands for the block ids of a segment whose wait e
 
 
 @triton.jit
-def report_wait(state_ptr, launch, rank):
-    """Write the error word (kind, rank waited for, launch), unless a wait's stands there."""
+def report_wait(state_ptr, p_launch, rank, PHASE: tl.constexpr):
+    """Write the error word (kind, rank waited for, launch), unless a wait's stands there. `p_launch`: the program's counter."""
+    launch = tl.load(p_launch) + (1 if PHASE == 1 else 0)  # pushing leaves the counting to the choosing launch
     first = tl.load(state_ptr + 1) != WAIT_ERROR
     tl.store(state_ptr + 2, tl.cast(rank, tl.int64), mask=first)
     tl.store(state_ptr + 3, launch, mask=first)
@@ -106,9 +105,9 @@ def push_queries(
 
 @triton.jit
 def await_columns(
-    p_queries, i_request, group, query_len, tag, spin_limit, LIKE, HEADS: tl.constexpr, DIM: tl.constexpr,
+    p_queries, i_request, group, query_len, tag, spin_limit, LIKE, HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Query columns of one group from their words, [DIM, 16], and a head waited for in vain (-1 when all came)."""
+    """Query columns of one group from their words, [DIM, COLUMNS], and a head waited for in vain (-1 when all came)."""
     o_column = group * COLUMNS + tl.arange(0, COLUMNS)
     row = i_request.to(tl.int64) * query_len * HEADS + o_column
     o_pair = tl.arange(0, DIM // 2)
@@ -124,11 +123,28 @@ def await_columns(
 
 
 @triton.jit
+def query_columns(
+    q_ptr, p_queries, i_request, group, query_len, alone, tag, spin_limit, stride_token, stride_head,
+    HEADS: tl.constexpr, LOCAL_HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, GATHER: tl.constexpr,
+):  # fmt: skip
+    """Query columns of one group, from this rank's tensor or, gathered, from the words of all; and as `await_columns`."""
+    late = -1
+    if GATHER:
+        if alone:
+            b_q = load_columns(q_ptr, i_request, group, query_len, 0, stride_token, stride_head, HEADS, LOCAL_HEADS, 1, DIM, COLUMNS)
+        else:
+            b_q, late = await_columns(p_queries, i_request, group, query_len, tag, spin_limit, q_ptr.dtype.element_ty, HEADS, DIM, COLUMNS)
+    else:
+        b_q = load_columns(q_ptr, i_request, group, query_len, 0, stride_token, stride_head, HEADS, HEADS, 1, DIM, COLUMNS)
+    return b_q, late
+
+
+@triton.jit
 def row_pointers(
     words_ptr, peers_ptr, slot, i_request, group, query_len, max_tokens, width, i_replica, alone, rank,
-    HEADS: tl.constexpr, LOCAL_HEADS: tl.constexpr, REPLICAS: tl.constexpr, EXCHANGE: tl.constexpr,
+    HEADS: tl.constexpr, LOCAL_HEADS: tl.constexpr, REPLICAS: tl.constexpr, COLUMNS: tl.constexpr, EXCHANGE: tl.constexpr,
 ):  # fmt: skip
-    """Where the score words of a group's 16 columns start, in the memory of the rank that owns each column's head, [16].
+    """Where the score words of a group's columns start, in the memory of the rank that owns each column's head, [COLUMNS].
 
     `alone` (an adaptive launch on TP's path): in this rank's own memory.
     """
@@ -145,31 +161,33 @@ def row_pointers(
 
 @triton.jit
 def await_scores(
-    p_row, first, visible, init, local, failed, tag, launch, spin_limit, state_ptr, world, TOPK: tl.constexpr
+    p_row, first, visible, init, local, failed, tag, spin_limit, state_ptr, p_launch, world, TOPK: tl.constexpr, PHASE: tl.constexpr
 ):  # fmt: skip
     """Codes of blocks [first, first + SEGMENT) of a row, int32 in the order of scores, and whether a word failed to come."""
     o_block = first + tl.arange(0, _SEGMENT)
     awaited = (visible > TOPK) & (o_block >= init) & (o_block < visible - local) & (failed == 0)
     word, missing, late = await_words(p_row + o_block, awaited, tag, spin_limit)
     if late > 0:
-        report_wait(state_ptr, launch, tl.max(tl.where(missing, o_block % world, 0), 0))
+        report_wait(state_ptr, p_launch, tl.max(tl.where(missing, o_block % world, 0), 0), PHASE)
     # A row that chooses everything was not scored: any code will do, the same for all.
     code = tl.where(awaited, word, tl.where(visible > TOPK, 0, 1))
     return signed(forced_code_jit(code, o_block, visible, init, local)), late + failed.to(tl.int32)
 
 
 @triton.jit
-def await_parts(row_parts, begin, parts, visible, launch, spin_limit, state_ptr, rank, TOPK: tl.constexpr, KEEP: tl.constexpr):
+def await_parts(
+    row_parts, begin, parts, visible, turn, spin_limit, state_ptr, p_launch, rank, TOPK: tl.constexpr, KEEP: tl.constexpr, PHASE: tl.constexpr
+):  # fmt: skip
     """Candidates [begin, begin + POLLED) of a row's segments: codes as `await_scores`, block ids, how many failed."""
     o = begin + tl.arange(0, POLLED)
     # A segment hands over its TOPK best; the last one may see fewer blocks than that.
     there = (o < parts) & (o % KEEP < tl.minimum(visible - o // KEEP * _SEGMENT, TOPK))
     p_part = row_parts + o // KEEP * (2 * KEEP) + o % KEEP
-    code, _, late = await_words(p_part, there, launch.to(tl.int32), spin_limit)
-    block, _, late_block = await_words(p_part + KEEP, there, launch.to(tl.int32), spin_limit)
+    code, _, late = await_words(p_part, there, turn, spin_limit)
+    block, _, late_block = await_words(p_part + KEEP, there, turn, spin_limit)
     late += late_block
     if late > 0:
-        report_wait(state_ptr, launch, rank)
+        report_wait(state_ptr, p_launch, rank, PHASE)
     late += tl.sum((there & (block == _FAILED)).to(tl.int32))
     return tl.where(there, code, -2147483648), block, late
 
@@ -237,14 +255,17 @@ def fused_kernel(
     requests, query_len, pages, rank, world, max_context, init, local, spin_limit,
     stride_token, stride_head, stride_page, stride_table, width, slot_words, max_tokens, threshold, pages_ptr, attended_ptr, entry_stride,
     HEADS: tl.constexpr, LOCAL_HEADS: tl.constexpr, REPLICAS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    TOPK: tl.constexpr, GROUPS: tl.constexpr, REQUESTS: tl.constexpr, ALIGN: tl.constexpr, KEEP: tl.constexpr,
+    TOPK: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, REQUESTS: tl.constexpr, ALIGN: tl.constexpr, KEEP: tl.constexpr,
     STAGES: tl.constexpr, UPCAST: tl.constexpr, PHASE: tl.constexpr, EXCHANGE: tl.constexpr, GATHER: tl.constexpr, PRESENCE: tl.constexpr,
     FORMAT: tl.constexpr, ADAPTIVE: tl.constexpr, PER_BLOCK: tl.constexpr,
 ):  # fmt: skip
     i_program = tl.program_id(0)
     programs = tl.num_programs(0)
-    exchange = tl.load(counters_ptr + i_program) + 1
-    launch = tl.load(counters_ptr + programs + i_program) + 1
+    p_exchange = counters_ptr + i_program
+    p_launch = p_exchange + programs
+    exchange = tl.load(p_exchange) + 1
+    launch = tl.load(p_launch) + 1
+    turn = launch.to(tl.int32)  # tags words between programs of this rank
     kind = tl.load(state_ptr + 1)
     failed = kind == WAIT_ERROR
     o_request = tl.arange(0, REQUESTS)
@@ -265,12 +286,24 @@ def fused_kernel(
         slot_queries = slot + max_tokens.to(tl.int64) * LOCAL_HEADS * width
         presence = slot_queries + max_tokens.to(tl.int64) * ((HEADS * DIM // 2) if GATHER else 0)
         if ADAPTIVE:
-            tag = tl.where(alone, launch.to(tl.int32), tag)
+            tag = tl.where(alone, turn, tag)
             slot = tl.where(alone, 2 * slot_words.to(tl.int64), slot)  # behind both slots: no peer writes there
     else:
-        tag = launch.to(tl.int32)
+        tag = turn
         slot = launch & 0
+        slot_queries = slot
     p_mine = words_ptr + slot
+    if PHASE != 1:
+        tl.debug_barrier()  # a warp that is ahead would change what others have yet to read
+        tl.store(p_launch, launch)
+        if EXCHANGE:
+            tl.store(p_exchange, exchange, mask=exchanges)
+        if i_program == 0:
+            tl.store(state_ptr, launch)
+            if (tl.max(lens, 0) > max_context) & (kind == 0):
+                tl.store(state_ptr + 2, rank.to(tl.int64))
+                tl.store(state_ptr + 3, launch)
+                tl.store(state_ptr + 1, LENGTH_ERROR)
 
     if PHASE != 2:
         if PRESENCE:
@@ -293,26 +326,33 @@ def fused_kernel(
             end = start + last_here - first_here
             upto = tl.minimum(stop, end)
             p_table = table_ptr + i_request.to(tl.int64) * stride_table
-            if GATHER:
-                late = -1
-                if alone:
-                    b_q = load_columns(q_ptr, i_request, 0, query_len, 0, stride_token, stride_head, HEADS, LOCAL_HEADS, 1, DIM)
+            # Columns of two groups are kept, of more the loop reads them again; but all are awaited here. A request that
+            # needs no keys lies between others in a share: nobody sends its queries.
+            patience = tl.where(item < upto, spin_limit, 0)
+            b_q, late = query_columns(
+                q_ptr, words_ptr + slot_queries, i_request, 0, query_len, alone, tag, patience, stride_token, stride_head,
+                HEADS, LOCAL_HEADS, DIM, COLUMNS, GATHER,
+            )  # fmt: skip
+            first_columns = operands(b_q, FORMAT)
+            lossy = first_columns[3]
+            for group in tl.static_range(1, GROUPS if GATHER or FORMAT != 0 else min(GROUPS, 2)):
+                b_q, late_here = query_columns(
+                    q_ptr, words_ptr + slot_queries, i_request, group, query_len, alone, tag, patience, stride_token, stride_head,
+                    HEADS, LOCAL_HEADS, DIM, COLUMNS, GATHER,
+                )  # fmt: skip
+                late = tl.maximum(late, late_here)
+                if GROUPS == 2:
+                    second_columns = operands(b_q, FORMAT)
+                    lossy = tl.maximum(lossy, second_columns[3])
                 else:
-                    # A request that needs no keys lies between others in a share: nobody sends its queries.
-                    patience = tl.where(item < upto, spin_limit, 0)
-                    for group in tl.static_range(GROUPS):  # with several groups, the loop below reads the words again
-                        b_q, late_here = await_columns(
-                            words_ptr + slot_queries, i_request, group, query_len, tag, patience, q_ptr.dtype.element_ty, HEADS, DIM
-                        )  # fmt: skip
-                        late = tl.maximum(late, late_here)
+                    lossy = tl.maximum(lossy, operands(b_q, FORMAT)[3])
+            if GATHER:
                 if (late >= 0) & (item < upto):
-                    report_wait(state_ptr, launch, late // LOCAL_HEADS * REPLICAS)
+                    report_wait(state_ptr, p_launch, late // LOCAL_HEADS * REPLICAS, PHASE)
                     stop = item
                     upto = item
-            elif GROUPS == 1:
-                b_q = load_columns(q_ptr, i_request, 0, query_len, 0, stride_token, stride_head, HEADS, HEADS, 1, DIM)
             p_first = row_pointers(
-                words_ptr, peers_ptr, slot, i_request, 0, query_len, max_tokens, width, 0, alone, rank, HEADS, LOCAL_HEADS, REPLICAS, EXCHANGE
+                words_ptr, peers_ptr, slot, i_request, 0, query_len, max_tokens, width, 0, alone, rank, HEADS, LOCAL_HEADS, REPLICAS, COLUMNS, EXCHANGE
             )  # fmt: skip
             page = tl.load(p_table + (first_here + item - start) * hands + dealt, mask=item < upto, other=0)
             for i in tl.range(item, upto, num_stages=STAGES):
@@ -322,33 +362,59 @@ def fused_kernel(
                 b_k = load_keys(cache_ptr, page, pages, stride_page, BLOCK, DIM, ALIGN, FORMAT)  # [BLOCK, DIM]
                 valid = (page >= 0) & (page < pages)
                 for group in tl.static_range(GROUPS):
-                    if GROUPS > 1:
-                        if GATHER:
-                            if alone:
-                                b_q = load_columns(q_ptr, i_request, group, query_len, 0, stride_token, stride_head, HEADS, LOCAL_HEADS, 1, DIM)
-                            else:
-                                b_q, _ = await_columns(
-                                    words_ptr + slot_queries, i_request, group, query_len, tag, 0, q_ptr.dtype.element_ty, HEADS, DIM
-                                )  # fmt: skip
-                        else:
-                            b_q = load_columns(q_ptr, i_request, group, query_len, 0, stride_token, stride_head, HEADS, HEADS, 1, DIM)
-                    n_column = column_tokens(seq_len, group, query_len, max_context, HEADS)
+                    if group == 0:
+                        columns = first_columns
+                    elif GROUPS == 2:
+                        columns = second_columns
+                    else:
+                        b_q, _ = query_columns(
+                            q_ptr, words_ptr + slot_queries, i_request, group, query_len, alone, tag, 0, stride_token, stride_head,
+                            HEADS, LOCAL_HEADS, DIM, COLUMNS, GATHER,
+                        )  # fmt: skip
+                        columns = operands(b_q, FORMAT)
+                    n_column = column_tokens(seq_len, group, query_len, max_context, HEADS, COLUMNS)
                     visible = blocks_of(n_column, BLOCK)
                     # Exactly the words that the row's reader awaits: choosers mask by the same condition.
                     sent = (visible > TOPK) & (block < visible - local)
                     if ADAPTIVE:
                         o_head = (group * COLUMNS + tl.arange(0, COLUMNS)) % HEADS
                         sent &= (alone == 0) | (o_head // LOCAL_HEADS == rank // REPLICAS)
-                    word = tagged(order_code_jit(score_columns(b_k, b_q, n_column, block, valid, BLOCK, UPCAST)), tag)  # [16]
+                    best = score_columns(b_k, columns, n_column, block, valid, BLOCK, FORMAT, UPCAST)  # [COLUMNS]
+                    if FORMAT != NATIVE:
+                        sent &= columns[2] == 0
+                    word = tagged(order_code_jit(best), tag)
                     for i_replica in tl.static_range(REPLICAS):
-                        if (GROUPS == 1) & (i_replica == 0):
+                        if (group == 0) & (i_replica == 0):
                             put(p_first + block, word, sent)  # alone, replicas store the same word in the same place
                         else:
                             p_row = row_pointers(
                                 words_ptr, peers_ptr, slot, i_request, group, query_len, max_tokens, width, i_replica, alone, rank,
-                                HEADS, LOCAL_HEADS, REPLICAS, EXCHANGE,
+                                HEADS, LOCAL_HEADS, REPLICAS, COLUMNS, EXCHANGE,
                             )  # fmt: skip
                             put(p_row + block, word, sent)
+                if FORMAT != NATIVE:
+                    if lossy > 0:
+                        # The words of lossy columns, from bf16 dots: rare, so what they need is loaded again.
+                        b_exact = b_k.to(tl.bfloat16)
+                        for group in tl.static_range(GROUPS):
+                            b_q, _ = query_columns(
+                                q_ptr, words_ptr + slot_queries, i_request, group, query_len, alone, tag, 0, stride_token, stride_head,
+                                HEADS, LOCAL_HEADS, DIM, COLUMNS, GATHER,
+                            )  # fmt: skip
+                            n_column = column_tokens(seq_len, group, query_len, max_context, HEADS, COLUMNS)
+                            visible = blocks_of(n_column, BLOCK)
+                            sent = (visible > TOPK) & (block < visible - local) & (operands(b_q, FORMAT)[2] > 0)
+                            if ADAPTIVE:
+                                o_head = (group * COLUMNS + tl.arange(0, COLUMNS)) % HEADS
+                                sent &= (alone == 0) | (o_head // LOCAL_HEADS == rank // REPLICAS)
+                            best = score_columns(b_exact, operands(b_q, NATIVE), n_column, block, valid, BLOCK, NATIVE, UPCAST)
+                            word = tagged(order_code_jit(best), tag)
+                            for i_replica in tl.static_range(REPLICAS):
+                                p_row = row_pointers(
+                                    words_ptr, peers_ptr, slot, i_request, group, query_len, max_tokens, width, i_replica, alone, rank,
+                                    HEADS, LOCAL_HEADS, REPLICAS, COLUMNS, EXCHANGE,
+                                )  # fmt: skip
+                                put(p_row + block, word, sent)
                 page = next_page
             item = upto
             start = end
@@ -369,7 +435,7 @@ def fused_kernel(
             if (begin_block < visible) | (i_segment == 0):
                 p_row = p_mine + ((i_row // tokens).to(tl.int64) * max_tokens + i_token) * width
                 code, late = await_scores(
-                    p_row, begin_block, visible, init, local, failed, tag, launch, spin_limit, state_ptr, world, TOPK
+                    p_row, begin_block, visible, init, local, failed, tag, spin_limit, state_ptr, p_launch, world, TOPK, PHASE
                 )  # fmt: skip
                 threshold, free = cut(best_codes(code, visible - begin_block, KEEP), TOPK, KEEP)
                 taken, place, _, _ = place_lanes(code, threshold, free, 0, 0)
@@ -383,8 +449,8 @@ def fused_kernel(
                         )  # fmt: skip
                 else:
                     p_part = parts_ptr + (row * segments + i_segment) * 2 * KEEP + place
-                    put(p_part, tagged(code, launch.to(tl.int32)), taken)
-                    put(p_part + KEEP, tagged(tl.where(late > 0, _FAILED, o_block), launch.to(tl.int32)), taken)
+                    put(p_part, tagged(code, turn), taken)
+                    put(p_part + KEEP, tagged(tl.where(late > 0, _FAILED, o_block), turn), taken)
         # --- rows of several segments: choose among their parts ---
         if segments > 1:
             for i_row in range(i_program, rows, programs):
@@ -395,10 +461,10 @@ def fused_kernel(
                 if visible > _SEGMENT:
                     row_parts = parts_ptr + row * segments * 2 * KEEP
                     parts = (visible + _SEGMENT - 1) // _SEGMENT * KEEP
-                    code, o_block, late = await_parts(row_parts, 0, parts, visible, launch, spin_limit, state_ptr, rank, TOPK, KEEP)
+                    code, o_block, late = await_parts(row_parts, 0, parts, visible, turn, spin_limit, state_ptr, p_launch, rank, TOPK, KEEP, PHASE)
                     best = best_codes(code, parts, KEEP)
                     for begin in range(POLLED, parts, POLLED):
-                        more, _, late_here = await_parts(row_parts, begin, parts, visible, launch, spin_limit, state_ptr, rank, TOPK, KEEP)
+                        more, _, late_here = await_parts(row_parts, begin, parts, visible, turn, spin_limit, state_ptr, p_launch, rank, TOPK, KEEP, PHASE)
                         best = keep_best(best, tl.topk(more, KEEP), KEEP)
                         late += late_here
                     threshold, free = cut(best, TOPK, KEEP)
@@ -406,7 +472,7 @@ def fused_kernel(
                     p_out = out_ptr + row * TOPK
                     store_row(p_out, o_block, taken, place, visible, late, TOPK, KEEP)
                     for begin in range(POLLED, parts, POLLED):
-                        code, o_block, _ = await_parts(row_parts, begin, parts, visible, launch, spin_limit, state_ptr, rank, TOPK, KEEP)
+                        code, o_block, _ = await_parts(row_parts, begin, parts, visible, turn, spin_limit, state_ptr, p_launch, rank, TOPK, KEEP, PHASE)
                         taken, place, above, level = place_lanes(code, threshold, free, above, level)
                         store_row(p_out, o_block, taken, place, visible, late, TOPK, KEEP)
                     if PER_BLOCK > 0:
@@ -426,7 +492,7 @@ def fused_kernel(
             late = 0
             for begin_block in range(0, visible, _SEGMENT):
                 code, late_here = await_scores(
-                    p_row, begin_block, visible, init, local, failed, tag, launch, spin_limit, state_ptr, world, TOPK
+                    p_row, begin_block, visible, init, local, failed, tag, spin_limit, state_ptr, p_launch, world, TOPK, PHASE
                 )  # fmt: skip
                 late += late_here
                 best = keep_best(best, tl.topk(code, KEEP), KEEP)
@@ -435,7 +501,7 @@ def fused_kernel(
             level = 0
             for begin_block in range(0, tl.maximum(visible, 1), _SEGMENT):
                 code, _ = await_scores(
-                    p_row, begin_block, visible, init, local, failed, tag, launch, spin_limit, state_ptr, world, TOPK
+                    p_row, begin_block, visible, init, local, failed, tag, spin_limit, state_ptr, p_launch, world, TOPK, PHASE
                 )  # fmt: skip
                 taken, place, above, level = place_lanes(code, threshold, free, above, level)
                 o_block = begin_block + tl.arange(0, _SEGMENT)
@@ -449,22 +515,12 @@ def fused_kernel(
                     out_ptr, row, i_token // query_len, n, table_ptr, stride_table, pages_ptr, attended_ptr, pages, entry_stride,
                     TOPK, KEEP, BLOCK, PER_BLOCK,
                 )  # fmt: skip
-    if PHASE != 1:
-        if PRESENCE:
-            if (i_program == 0) & exchanges:
-                o = tl.arange(0, POLLED)
-                _, missing, left = await_words(words_ptr + presence + o, o < world, tag, spin_limit)
-                if left > 0:
-                    report_wait(state_ptr, launch, tl.max(tl.where(missing, o, 0), 0))
-        if i_program == 0:
-            tl.store(state_ptr, launch)
-            if (tl.max(lens, 0) > max_context) & (kind == 0):
-                tl.store(state_ptr + 2, rank.to(tl.int64))
-                tl.store(state_ptr + 3, launch)
-                tl.store(state_ptr + 1, LENGTH_ERROR)
-        if EXCHANGE:
-            tl.store(counters_ptr + i_program, exchange, mask=exchanges)
-        tl.store(counters_ptr + programs + i_program, launch)
+    if PHASE != 1 and PRESENCE:
+        if (i_program == 0) & exchanges:
+            o = tl.arange(0, POLLED)
+            _, missing, left = await_words(words_ptr + presence + o, o < world, tag, spin_limit)
+            if left > 0:
+                report_wait(state_ptr, p_launch, tl.max(tl.where(missing, o, 0), 0), PHASE)
 
 
 @dataclass(frozen=True)
@@ -547,18 +603,20 @@ def fused(
         table = emit.table
         paging = dict(pages_ptr=table.pages, attended_ptr=table.attended, entry_stride=emit.stride(shape), PER_BLOCK=table.per_block(shape))
     heads = shape.heads if exchange else q.shape[1]
+    form = tile.cache_format(cache.dtype)
     fixed = constants(shape, heads, shard.local_heads if exchange else heads, shard.world if exchange else 1, query_len, seq_lens.numel(), cache)
+    setting = tile.setting(form, fixed["GROUPS"], threshold is not None)
     return fused_kernel[(memory.counters.shape[1],)](
         q, tile.as_stored(cache), block_table, seq_lens, out, memory.words, memory.peers, memory.parts, memory.counters, memory.state,
         seq_lens.numel(), query_len, cache.shape[0], shard.rank, shard.world, max_context, shape.init_blocks, shape.local_blocks, spin_limit,
         q.stride(0), q.stride(1), cache.stride(0), block_table.stride(0), memory.width, memory.slot_words, memory.max_tokens,
-        min(threshold or 0, 2**31 - 1), **fixed, KEEP=kept(shape.topk), STAGES=STAGES, UPCAST=tile.INTERPRETED, PHASE=phase, EXCHANGE=exchange, GATHER=gather,
-        PRESENCE=exchange and needs_presence(shape, shard), FORMAT=tile.cache_format(cache.dtype), ADAPTIVE=threshold is not None, **paging, num_warps=WARPS,
+        min(threshold or 0, 2**31 - 1), **fixed, KEEP=kept(shape.topk), STAGES=setting.stages, UPCAST=tile.INTERPRETED, PHASE=phase, EXCHANGE=exchange, GATHER=gather,
+        PRESENCE=exchange and needs_presence(shape, shard), FORMAT=form, ADAPTIVE=threshold is not None, **paging, **setting.options,
     )  # fmt: skip
 
 
 def heaviest(
-    shape: IndexerShape, shard: Shard, max_requests: int, max_query_len: int, dtype: torch.dtype, exchange: bool, gather: bool, adaptive: bool = False
+    shape: IndexerShape, shard: Shard, max_requests: int, max_query_len: int, dtype: torch.dtype, exchange: bool, gather: bool, adaptive: bool, phase: int
 ):  # fmt: skip
     """The compiled kernel of the largest call, for its resources; nothing is launched."""
     from triton.runtime.jit import MockTensor
@@ -567,9 +625,11 @@ def heaviest(
     example = torch.empty(1, 1, shape.head_dim, dtype=dtype)
     fixed = constants(shape, heads, shard.local_heads, shard.world if exchange else 1, max_query_len, max_requests, example)
     long, word = MockTensor(torch.int64), MockTensor(torch.int32)
-    query, stored = (torch.bfloat16, torch.uint8) if tile.cache_format(dtype) else (dtype, dtype)
+    form = tile.cache_format(dtype)
+    setting = tile.setting(form, fixed["GROUPS"], adaptive)
+    query, stored = (torch.bfloat16, torch.uint8) if form else (dtype, dtype)
     return fused_kernel.warmup(
         MockTensor(query), MockTensor(stored), word, word, word, long, long, long, long, long, *[1] * 17,
-        **(fixed | dict(ALIGN=16)), KEEP=kept(shape.topk), STAGES=STAGES, UPCAST=tile.INTERPRETED, PHASE=ONE_LAUNCH, EXCHANGE=exchange,
-        GATHER=gather, PRESENCE=exchange and needs_presence(shape, shard), FORMAT=tile.cache_format(dtype), ADAPTIVE=adaptive, **NO_PAGES, num_warps=WARPS, grid=(1,),
+        **(fixed | dict(ALIGN=16)), KEEP=kept(shape.topk), STAGES=setting.stages, UPCAST=tile.INTERPRETED, PHASE=phase, EXCHANGE=exchange,
+        GATHER=gather, PRESENCE=exchange and needs_presence(shape, shard), FORMAT=form, ADAPTIVE=adaptive, **NO_PAGES, **setting.options, grid=(1,),
     )  # fmt: skip

@@ -15,10 +15,19 @@ from m3cp.kernels.candidates import CHUNK, candidates_kernel, kept
 from m3cp.kernels.candidates import WARPS as CHOICE_WARPS
 from m3cp.kernels.pages import arguments
 from m3cp.kernels.score import LENGTH_ERROR, page_alignment, request_bucket
-from m3cp.kernels.tile import blocks_of, column_tokens, load_columns, load_keys, longest_row, score_columns
+from m3cp.kernels.tile import (
+    NATIVE,
+    blocks_of,
+    column_tokens,
+    load_columns,
+    load_keys,
+    longest_row,
+    operands,
+    score_columns,
+)
 from m3cp.shapes import IndexerShape
 
-# Pairs that share a key tile: 64 are four dots on a loaded tile, with queries from cache; four warps as in `score`.
+# Pairs that share a key tile: 64 are eight dots (four on CDNA) on a loaded tile, with queries from cache; four warps as in `score`.
 PAIRS, WARPS, STAGES = 64, 4, 2
 
 
@@ -32,7 +41,7 @@ def prefill_kernel(
     q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr, scores_ptr, rows_ptr, state_ptr,
     requests, first_row, last_row, pages, rank, max_context, init, local, stride_token, stride_head, stride_page, stride_table, width,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-    REQUESTS: tl.constexpr, ALIGN: tl.constexpr, FORMAT: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+    COLUMNS: tl.constexpr, REQUESTS: tl.constexpr, ALIGN: tl.constexpr, FORMAT: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     i_tile = tl.program_id(0)
     i_split = tl.program_id(1)
@@ -71,12 +80,29 @@ def prefill_kernel(
         for block in tl.range(init + i_split, last, tl.num_programs(1), num_stages=STAGES):
             page = tl.load(p_table + block)
             b_k = load_keys(cache_ptr, page, pages, stride_page, BLOCK, DIM, ALIGN, FORMAT)  # [BLOCK, DIM]
+            valid = (page >= 0) & (page < pages)
+            lossy = 0
             for group in tl.static_range(GROUPS):
-                b_q = load_columns(p_q, i_request * 0, group, rows, 0, stride_token, stride_head, HEADS, HEADS, 1, DIM)
-                n_column = column_tokens(seq_len, group, rows, max_context, HEADS)
-                best = score_columns(b_k, b_q, n_column, block, (page >= 0) & (page < pages), BLOCK, UPCAST)  # [16]
-                o_column = group * 16 + tl.arange(0, 16)
-                tl.store(p_scores + o_column.to(tl.int64) * width + block, best, mask=o_column < rows * HEADS)
+                b_q = load_columns(p_q, i_request * 0, group, rows, 0, stride_token, stride_head, HEADS, HEADS, 1, DIM, COLUMNS)
+                n_column = column_tokens(seq_len, group, rows, max_context, HEADS, COLUMNS)
+                columns = operands(b_q, FORMAT)
+                best = score_columns(b_k, columns, n_column, block, valid, BLOCK, FORMAT, UPCAST)  # [COLUMNS]
+                o_column = group * COLUMNS + tl.arange(0, COLUMNS)
+                kept = o_column < rows * HEADS
+                if FORMAT != NATIVE:
+                    kept &= columns[2] == 0
+                    lossy = tl.maximum(lossy, columns[3])
+                tl.store(p_scores + o_column.to(tl.int64) * width + block, best, mask=kept)
+            if FORMAT != NATIVE:
+                if lossy > 0:  # as in `score`
+                    b_exact = b_k.to(tl.bfloat16)
+                    for group in tl.static_range(GROUPS):
+                        b_q = load_columns(p_q, i_request * 0, group, rows, 0, stride_token, stride_head, HEADS, HEADS, 1, DIM, COLUMNS)
+                        n_column = column_tokens(seq_len, group, rows, max_context, HEADS, COLUMNS)
+                        best = score_columns(b_exact, operands(b_q, NATIVE), n_column, block, valid, BLOCK, NATIVE, UPCAST)
+                        o_column = group * COLUMNS + tl.arange(0, COLUMNS)
+                        kept = (o_column < rows * HEADS) & (operands(b_q, FORMAT)[2] > 0)
+                        tl.store(p_scores + o_column.to(tl.int64) * width + block, best, mask=kept)
 
 
 def prefill(
@@ -126,10 +152,10 @@ def prefill(
     )  # fmt: skip
 
 
-def constants(shape: IndexerShape, heads: int, requests: int, cache: torch.Tensor) -> dict:
+def constants(shape: IndexerShape, heads: int, requests: int, cache: torch.Tensor, columns: int = tile.COLUMNS) -> dict:
     """Compile-time constants: none depends on a length."""
     rows = 1 << (max(1, PAIRS // heads).bit_length() - 1)
     return dict(
-        HEADS=heads, DIM=shape.head_dim, BLOCK=shape.block_size, TOPK=shape.topk, ROWS=rows, GROUPS=-(-rows * heads // 16),
+        HEADS=heads, DIM=shape.head_dim, BLOCK=shape.block_size, TOPK=shape.topk, ROWS=rows, GROUPS=-(-rows * heads // columns), COLUMNS=columns,
         REQUESTS=request_bucket(requests), ALIGN=page_alignment(cache),
     )  # fmt: skip

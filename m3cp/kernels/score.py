@@ -12,14 +12,20 @@ import triton
 import triton.language as tl
 
 from m3cp.kernels import tile
-from m3cp.kernels.tile import column_tokens, load_columns, load_keys, my_share, read_span, score_columns
+from m3cp.kernels.tile import (
+    NATIVE,
+    column_tokens,
+    load_columns,
+    load_keys,
+    my_share,
+    operands,
+    read_span,
+    score_columns,
+)
 from m3cp.shapes import IndexerShape
 from m3cp.shard import Shard
 
-# Four warps hold the 128 x 16 dot without spills; three programs a compute unit with two tiles in flight each keep
-# HBM busy and fit 227 KB of shared memory; fp32 tiles exist in the interpreter only.
 LENGTH_ERROR = tl.constexpr(1)
-WARPS, STAGES, PROGRAMS_PER_UNIT = 4, 2, 3
 
 
 @triton.jit
@@ -44,8 +50,8 @@ def score_kernel(
     requests, query_len, pages, rank, world, max_context, init, local,
     stride_rank, stride_token, stride_head, stride_page, stride_table, width,
     HEADS: tl.constexpr, LOCAL_HEADS: tl.constexpr, REPLICAS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    TOPK: tl.constexpr, GROUPS: tl.constexpr, REQUESTS: tl.constexpr, ALIGN: tl.constexpr, FORMAT: tl.constexpr,
-    STAGES: tl.constexpr, UPCAST: tl.constexpr,
+    TOPK: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, REQUESTS: tl.constexpr, ALIGN: tl.constexpr,
+    FORMAT: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     i_program = tl.program_id(0)
     o_request = tl.arange(0, REQUESTS)
@@ -61,24 +67,54 @@ def score_kernel(
         upto = tl.minimum(stop, end)
         p_table = table_ptr + i_request.to(tl.int64) * stride_table
         p_scores = scores_ptr + i_request.to(tl.int64) * query_len * HEADS * width
-        if GROUPS == 1:
-            b_q = load_columns(
-                q_ptr, i_request, 0, query_len, stride_rank, stride_token, stride_head, HEADS, LOCAL_HEADS, REPLICAS, DIM
+        # The columns of two groups are kept; of more, the loop loads them again.
+        first_columns = operands(
+            load_columns(q_ptr, i_request, 0, query_len, stride_rank, stride_token, stride_head, HEADS, LOCAL_HEADS, REPLICAS, DIM, COLUMNS), FORMAT
+        )  # fmt: skip
+        lossy = first_columns[3]
+        for group in tl.static_range(1, GROUPS if FORMAT != 0 else min(GROUPS, 2)):
+            second_columns = operands(
+                load_columns(q_ptr, i_request, group, query_len, stride_rank, stride_token, stride_head, HEADS, LOCAL_HEADS, REPLICAS, DIM, COLUMNS),
+                FORMAT,
             )  # fmt: skip
+            lossy = tl.maximum(lossy, second_columns[3])
         for i in tl.range(item, upto, num_stages=STAGES):
             i_local = first_here + i - start
             block = i_local * world + rank
             page = tl.load(p_table + block)
             b_k = load_keys(cache_ptr, page, pages, stride_page, BLOCK, DIM, ALIGN, FORMAT)  # [BLOCK, DIM]
             for group in tl.static_range(GROUPS):
-                if GROUPS > 1:
-                    b_q = load_columns(
-                        q_ptr, i_request, group, query_len, stride_rank, stride_token, stride_head, HEADS, LOCAL_HEADS, REPLICAS, DIM
+                if group == 0:
+                    columns = first_columns
+                elif GROUPS == 2:
+                    columns = second_columns
+                else:
+                    columns = operands(
+                        load_columns(
+                            q_ptr, i_request, group, query_len, stride_rank, stride_token, stride_head, HEADS, LOCAL_HEADS, REPLICAS, DIM, COLUMNS
+                        ), FORMAT
                     )  # fmt: skip
-                n_column = column_tokens(seq_len, group, query_len, max_context, HEADS)
-                best = score_columns(b_k, b_q, n_column, block, (page >= 0) & (page < pages), BLOCK, UPCAST)  # [16]
-                o_column = group * 16 + tl.arange(0, 16)
-                tl.store(p_scores + o_column.to(tl.int64) * width + i_local, best, mask=o_column < query_len * HEADS)
+                n_column = column_tokens(seq_len, group, query_len, max_context, HEADS, COLUMNS)
+                valid = (page >= 0) & (page < pages)
+                best = score_columns(b_k, columns, n_column, block, valid, BLOCK, FORMAT, UPCAST)  # [COLUMNS]
+                o_column = group * COLUMNS + tl.arange(0, COLUMNS)
+                kept = o_column < query_len * HEADS
+                if FORMAT != NATIVE:
+                    kept &= columns[2] == 0
+                tl.store(p_scores + o_column.to(tl.int64) * width + i_local, best, mask=kept)
+            if FORMAT != NATIVE:
+                if lossy > 0:
+                    # The scores of lossy columns, from bf16 dots: rare, so what they need is loaded again.
+                    b_exact = b_k.to(tl.bfloat16)
+                    for group in tl.static_range(GROUPS):
+                        b_q = load_columns(
+                            q_ptr, i_request, group, query_len, stride_rank, stride_token, stride_head, HEADS, LOCAL_HEADS, REPLICAS, DIM, COLUMNS
+                        )  # fmt: skip
+                        n_column = column_tokens(seq_len, group, query_len, max_context, HEADS, COLUMNS)
+                        best = score_columns(b_exact, operands(b_q, NATIVE), n_column, block, (page >= 0) & (page < pages), BLOCK, NATIVE, UPCAST)
+                        o_column = group * COLUMNS + tl.arange(0, COLUMNS)
+                        kept = (o_column < query_len * HEADS) & (operands(b_q, FORMAT)[2] > 0)
+                        tl.store(p_scores + o_column.to(tl.int64) * width + i_local, best, mask=kept)
         item = upto
         start = end
         i_request += 1
@@ -108,21 +144,25 @@ def score(
     """
     gathered = q.dim() == 4
     heads = out.shape[1]
+    form = tile.cache_format(cache.dtype)
+    fixed = constants(shape, heads, q.shape[2] if gathered else heads, q.shape[0] if gathered else 1, query_len, seq_lens.numel(), cache)
+    setting = tile.setting(form, fixed["GROUPS"])
     score_kernel[(programs,)](
         q, tile.as_stored(cache), block_table, seq_lens, out, state,
         seq_lens.numel(), query_len, cache.shape[0], shard.rank, shard.world, max_context, shape.init_blocks, shape.local_blocks,
         q.stride(0) if gathered else 0, q.stride(-3), q.stride(-2), cache.stride(0), block_table.stride(0), out.shape[2],
-        **constants(shape, heads, q.shape[2] if gathered else heads, q.shape[0] if gathered else 1, query_len, seq_lens.numel(), cache),
-        FORMAT=tile.cache_format(cache.dtype), STAGES=STAGES, UPCAST=tile.INTERPRETED, num_warps=WARPS,
+        **fixed, FORMAT=form, STAGES=setting.stages, UPCAST=tile.INTERPRETED, **setting.options,
     )  # fmt: skip
     return out
 
 
-def constants(shape: IndexerShape, heads: int, local_heads: int, ranks: int, query_len: int, requests: int, cache: torch.Tensor) -> dict:
+def constants(
+    shape: IndexerShape, heads: int, local_heads: int, ranks: int, query_len: int, requests: int, cache: torch.Tensor, columns: int = tile.COLUMNS
+) -> dict:  # fmt: skip
     """Compile-time constants of a scoring call: none depends on a context length."""
     return dict(
         HEADS=heads, LOCAL_HEADS=local_heads, REPLICAS=max(1, ranks * local_heads // heads), DIM=shape.head_dim, BLOCK=shape.block_size,
-        TOPK=shape.topk, GROUPS=-(-query_len * heads // 16), REQUESTS=request_bucket(requests), ALIGN=page_alignment(cache),
+        TOPK=shape.topk, GROUPS=-(-query_len * heads // columns), COLUMNS=columns, REQUESTS=request_bucket(requests), ALIGN=page_alignment(cache),
     )  # fmt: skip
 
 

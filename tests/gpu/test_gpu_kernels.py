@@ -23,7 +23,7 @@ from problems import assert_ids, build, oracle
 
 from m3cp import decode, reference
 from m3cp.decode import CPLocal, TPDecode
-from m3cp.kernels import score as score_op
+from m3cp.kernels import tile
 from m3cp.shapes import IndexerShape
 from m3cp.shard import Shard
 from m3cp.testing import select_virtual
@@ -208,7 +208,7 @@ def test_short_and_padding_rows_with_huge_lengths_next_to_them():
 def test_the_resources_of_the_compiled_kernels_are_those_promised():
     """The grid of the staged score kernel is what the device holds, on the device itself."""
     tp = TPDecode(IndexerShape(), Shard(0, 1, 4), max_requests=1, max_query_len=1, max_context=4096, device="cuda")
-    assert tp._programs == score_op.PROGRAMS_PER_UNIT * torch.cuda.get_device_properties(0).multi_processor_count
+    assert tp._programs == tile.setting(tile.NATIVE.value).programs_per_unit * torch.cuda.get_device_properties(0).multi_processor_count
     assert (
         CPLocal(IndexerShape(), Shard(1, 4, 4), max_requests=1, max_query_len=1, max_context=4096, device="cuda").nbytes
         > 0

@@ -11,7 +11,7 @@ import attention_cases
 import pytest
 import torch
 from mixed import BATCHES, check_mixed
-from problems import assert_ids, assert_pages, build, oracle
+from problems import assert_ids, assert_pages, build, far_apart, oracle
 
 from m3cp.decode import CPDecode, CPLocal, TPDecode
 from m3cp.exchange import CollectiveExchange, SymmetricExchange
@@ -35,9 +35,20 @@ def tight(problem):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz], ids=str)
 def test_scores_of_every_cache_type(dtype):
     problem = build(SHAPE, [128 * 9 + 3, 0, 128 * 6, 1, 130], 2, dtype=dtype)
-    for path, world in (("tp", 1), ("cp", 2), ("cp", 8)):
-        ids = select_virtual(*tight(problem).tensors, shape=SHAPE, world=world, query_len=2, path=path)
-        assert_ids(ids, oracle(problem), f"{path} of {world}")
+    for given in (problem, far_apart(problem)) if dtype.itemsize == 1 else (problem,):
+        for path, world in (("tp", 1), ("cp", 2), ("cp", 8)):
+            ids = select_virtual(*tight(given).tensors, shape=SHAPE, world=world, query_len=2, path=path)
+            assert_ids(ids, oracle(given), f"{path} of {world}")
+
+
+@pytest.mark.parametrize("query_len", [1, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz], ids=str)
+def test_fp8_scores_of_queries_that_are_no_fp16_numbers(dtype, query_len):
+    """Such rows are scored in bf16, their neighbours in the same dot in fp16; 1, 2 and 4 dots a tile."""
+    problem = far_apart(build(SHAPE, [128 * 9 + 3, 40], query_len, dtype=dtype))
+    for path in ("tp", "cp"):
+        ids = select_virtual(*tight(problem).tensors, shape=SHAPE, world=2, query_len=query_len, path=path, form="two_launch")
+        assert_ids(ids, oracle(problem), path)
 
 
 @pytest.mark.parametrize(

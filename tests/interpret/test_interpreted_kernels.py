@@ -16,7 +16,7 @@ from cases import (
     check_written,
     kernel_scores,
 )
-from problems import assert_ids, assert_pages, build, oracle, rows
+from problems import assert_ids, assert_pages, build, far_apart, oracle, rows
 
 from m3cp import keys, reference
 from m3cp.decode import TPDecode
@@ -284,6 +284,15 @@ def test_keys_jit_and_torch_give_the_same_bits(visible, init, local):
     assert torch.equal(code, keys.order_code(score))
     expect = keys.encode(keys.order_code(score), block.long(), torch.tensor(visible), init, local)
     assert torch.equal(key, expect) and torch.equal(back.long(), keys.block_of(expect))
+
+
+@pytest.mark.parametrize("form, query_len", [("staged", 1), ("two_launch", 1), ("two_launch", 4)])
+def test_fp8_scores_of_queries_that_are_no_fp16_numbers(form, query_len):
+    """Such rows are scored in bf16, their neighbours in the same dot in fp16; with 16 (row, head) pairs two dots a tile."""
+    problem = far_apart(build(IndexerShape(topk=2), [128 * 5 + 3, 40], query_len, dtype=torch.float8_e4m3fn))
+    for path in ("tp", "cp"):
+        ids = select_virtual(*problem.tensors, shape=problem.shape, world=2, query_len=query_len, path=path, form=form)
+        assert_ids(ids, oracle(problem), f"{form}, {path}")
 
 
 @triton.jit
