@@ -68,13 +68,18 @@ _FAILED = tl.constexpr(-1)  # stands for the block ids of a segment whose wait e
 
 
 @triton.jit
-def report_wait(state_ptr, p_launch, rank, PHASE: tl.constexpr):
-    """Write the error word (kind, rank waited for, launch), unless a wait's stands there. `p_launch`: the program's counter."""
-    launch = tl.load(p_launch) + (1 if PHASE == 1 else 0)  # pushing leaves the counting to the choosing launch
+def report_wait(state_ptr, launch, rank):
+    """Write the error word (kind, rank waited for, launch), unless a wait's stands there."""
     first = tl.load(state_ptr + 1) != WAIT_ERROR
     tl.store(state_ptr + 2, tl.cast(rank, tl.int64), mask=first)
     tl.store(state_ptr + 3, launch, mask=first)
     tl.store(state_ptr + 1, WAIT_ERROR, mask=first)
+
+
+@triton.jit
+def this_launch(p_launch, PHASE: tl.constexpr):
+    """Number of this launch, from the program's own counter: pushing leaves the counting to the choosing launch."""
+    return tl.load(p_launch) + (1 if PHASE == 1 else 0)
 
 
 @triton.jit
@@ -168,7 +173,7 @@ def await_scores(
     awaited = (visible > TOPK) & (o_block >= init) & (o_block < visible - local) & (failed == 0)
     word, missing, late = await_words(p_row + o_block, awaited, tag, spin_limit)
     if late > 0:
-        report_wait(state_ptr, p_launch, tl.max(tl.where(missing, o_block % world, 0), 0), PHASE)
+        report_wait(state_ptr, this_launch(p_launch, PHASE), tl.max(tl.where(missing, o_block % world, 0), 0))
     # A row that chooses everything was not scored: any code will do, the same for all.
     code = tl.where(awaited, word, tl.where(visible > TOPK, 0, 1))
     return signed(forced_code_jit(code, o_block, visible, init, local)), late + failed.to(tl.int32)
@@ -187,7 +192,7 @@ def await_parts(
     block, _, late_block = await_words(p_part + KEEP, there, turn, spin_limit)
     late += late_block
     if late > 0:
-        report_wait(state_ptr, p_launch, rank, PHASE)
+        report_wait(state_ptr, this_launch(p_launch, PHASE), rank)
     late += tl.sum((there & (block == _FAILED)).to(tl.int32))
     return tl.where(there, code, -2147483648), block, late
 
@@ -348,7 +353,7 @@ def fused_kernel(
                     lossy = tl.maximum(lossy, operands(b_q, FORMAT)[3])
             if GATHER:
                 if (late >= 0) & (item < upto):
-                    report_wait(state_ptr, p_launch, late // LOCAL_HEADS * REPLICAS, PHASE)
+                    report_wait(state_ptr, this_launch(p_launch, PHASE), late // LOCAL_HEADS * REPLICAS)
                     stop = item
                     upto = item
             p_first = row_pointers(
@@ -520,7 +525,7 @@ def fused_kernel(
             o = tl.arange(0, POLLED)
             _, missing, left = await_words(words_ptr + presence + o, o < world, tag, spin_limit)
             if left > 0:
-                report_wait(state_ptr, p_launch, tl.max(tl.where(missing, o, 0), 0), PHASE)
+                report_wait(state_ptr, this_launch(p_launch, PHASE), tl.max(tl.where(missing, o, 0), 0))
 
 
 @dataclass(frozen=True)

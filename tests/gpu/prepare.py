@@ -30,7 +30,7 @@ def ranks(part: int, parts: int) -> None:
     todo = [(call, way) for call in calls for way in ((False, False), (True, False), (True, True))]
     for (requests, query_len), (exchange, gather) in todo[part::parts]:
         shard = Shard(0, 2, 4) if exchange else Shard(0, 1, 2)  # TP's rank of two owns two heads
-        fused.heaviest(IndexerShape(), shard, requests, query_len, torch.bfloat16, exchange, gather)
+        fused.heaviest(IndexerShape(), shard, requests, query_len, torch.bfloat16, exchange, gather, False, fused.ONE_LAUNCH)
 
 
 if __name__ == "__main__":
