@@ -98,7 +98,7 @@ def test_page_tables():
 def test_page_tables_of_the_fused_forms(world):
     problem = build(SHAPE, [128 * 9 + 40, 0, 128 * 600 + 1], 2, bad_pages=1)
     for page_size in (16, 128):
-        for form in ("one_launch", "two_launch"):
+        for form in ("one_launch", "two_launch")[world > 1 :]:  # virtual ranks run in turn: none may wait for the next
             assert_pages(problem, oracle(problem), page_size=page_size, stride=128 // page_size * 2, world=world, form=form, device="cuda")
 
 
