@@ -67,7 +67,7 @@ class Aim:
 def _rows(frame: Any) -> Any:
     """The rows of the aims' own protocol, all of one grid bound: that at which most of them were measured."""
     rows = frames.timed(frame)
-    same = {"mix": "uniform", "dtype": "bf16", "query_len": 1, "cache": "cold", "launch": "graph", "node": NODE, "rows_padded": 0, "boundary": ""}
+    same = {"mix": "uniform", "dtype": "bf16", "query_len": 1, "cache": "cold", "launch": "graph", "node": NODE, "rows_padded": 0, "shared_prefix_tokens": 0, "boundary": ""}
     for name, value in same.items():
         rows = rows[rows[name] == value]
     shapes = [(c, b) in AIMED_US for c, b in zip(rows["context_tokens"], rows["batch"], strict=True)]
