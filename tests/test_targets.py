@@ -55,6 +55,11 @@ def test_the_table_shows_engines_at_their_own_and_best_setting_and_what_is_not_m
     assert all(len(line.split("|")) == len(lines[0].split("|")) for line in lines[:11])
 
 
+def test_rows_with_a_shared_prefix_or_padding_are_no_row_of_an_aim():
+    others = [planted(131_072, 32, 100.0, page_read_us=90.0, **f) for f in (dict(shared_prefix_tokens=122_880), dict(rows_padded=24))]
+    assert targets.aims(frames.table(at_the_aims(1.0) + others)) == targets.aims(frames.table(at_the_aims(1.0)))
+
+
 def test_rows_of_another_machine_are_refused():
     with pytest.raises(ValueError, match="frame='0 rows': must be rows of 2x NVIDIA H200, bf16, cold caches, graphs"):
         targets.aims(frames.table(synthetic.rows()))
