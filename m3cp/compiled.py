@@ -157,7 +157,8 @@ def kernels(target: str) -> dict[str, tuple]:
 
     def attending(dtype: str) -> tuple:
         fixed = attention.constants(shape.heads, 16, shape.head_dim, shape.block_size, shape.topk, 4) | {"scale": shape.head_dim**-0.5}
-        options = dict(UNIT=16 if dtype == "u8" else 8, FORMAT=form(dtype), STAGES=attention.STAGES, UPCAST=False)
+        stored = torch.float8_e4m3fn if dtype == "u8" else torch.bfloat16
+        options = dict(UNIT=16 if dtype == "u8" else 8, FORMAT=attention.cache_format(stored, hip, cast=True), STAGES=attention.STAGES, UPCAST=False)
         pointers = step | dict(k_ptr=dtype, v_ptr=dtype, ids_ptr="i32", parts_ptr="fp32", lse_ptr="fp32")
         return attention.attention_kernel, pointers, fixed | options, dict(num_warps=attention.WARPS_FP8 if dtype == "u8" else attention.WARPS)
 

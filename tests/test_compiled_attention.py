@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from test_compiled import MATRIX, TARGETS, assert_sound
+from test_compiled import CASTS, MATRIX, TARGETS, assert_sound
 
 from m3cp import compiled
 from m3cp.kernels import attention as attention_op
@@ -18,7 +18,8 @@ POINTERS = {"q_ptr": "bf16", "k_ptr": "bf16", "v_ptr": "bf16", "table_ptr": "i32
 @pytest.mark.parametrize("kv_heads, dtype", [(4, torch.bfloat16), (1, torch.float8_e4m3fn)])
 def test_attention(target, kv_heads, dtype):
     constants = attention_op.constants(kv_heads, 16, 128, 128, 16, 4)
-    constants |= dict(UNIT=16 // dtype.itemsize, FORMAT=tile.cache_format(dtype), STAGES=attention_op.STAGES, UPCAST=False, scale=0.088)
+    form = attention_op.cache_format(dtype, target != "sm_90", CASTS[target] == dtype)
+    constants |= dict(UNIT=16 // dtype.itemsize, FORMAT=form, STAGES=attention_op.STAGES, UPCAST=False, scale=0.088)
     pointers = POINTERS | ({"k_ptr": "u8", "v_ptr": "u8"} if dtype.itemsize == 1 else {})
     warps = attention_op.WARPS if dtype.itemsize == 2 else attention_op.WARPS_FP8
     build = compiled.build(attention_op.attention_kernel, pointers, constants, target, num_warps=warps)

@@ -166,7 +166,7 @@ def test_why_loops_must_rise_names_keep_one_shape_and_cat_is_out():
 # --- 6 ---
 
 
-def launch_on(monkeypatch, *, grid: int, fit: int, warm: bool = False):
+def launch_on(monkeypatch, *, grid: int, fit: int, warm: bool = False, phase: int = fused_op.ONE_LAUNCH):
     """One launch of a fused object on a GPU of 132 units that isn't there: `fit` programs of what was compiled stay in a unit."""
     launched = []
     monkeypatch.setattr(decode.fused_op, "fused", lambda *tensors, **named: launched.append(named["phase"]) or "built")
@@ -176,7 +176,7 @@ def launch_on(monkeypatch, *, grid: int, fit: int, warm: bool = False):
     made.owner = SimpleNamespace(device=torch.device("cuda", 0), _warm=warm, shape=None, max_context=1, form="one_launch")
     made.shard, made.spin_limit, made.exchange, made.gather, made.threshold = None, 1, True, False, None
     made.memory = SimpleNamespace(counters=SimpleNamespace(shape=(2, grid)))
-    made.launch(fused_op.ONE_LAUNCH, None, None, None, None, 1, None)
+    made.launch(phase, None, None, None, None, 1, None)
     return launched
 
 
@@ -186,6 +186,12 @@ def test_a_grid_larger_than_what_is_resident_is_refused_at_warm_up(monkeypatch):
         assert launch_on(monkeypatch, **fits) == [fused_op.ONE_LAUNCH]
     with pytest.raises(RuntimeError, match="264 programs of this kernel are resident at once, the grid has 396: they could wait for ever"):
         launch_on(monkeypatch, grid=396, fit=2)
+
+
+@pytest.mark.parametrize("phase", [fused_op.PUSH, fused_op.CHOOSE])
+def test_two_launches_need_no_grid_that_is_resident(monkeypatch, phase):
+    """Their programs await those of launches that were issued before; the kernel of either has registers of its own."""
+    assert launch_on(monkeypatch, grid=396, fit=2, phase=phase) == [phase]
 
 
 def test_a_kernel_that_does_not_fit_a_unit_is_refused_at_construction(monkeypatch):

@@ -138,13 +138,18 @@ def attention(
         q, tile.as_stored(k_cache), tile.as_stored(v_cache), block_table, seq_lens, ids, parts, lse,
         scale, query_len, k_cache.shape[0], max_context, q.stride(0) // 8, q.stride(1) // 8, *(s // unit for s in (*k_cache.stride()[:3], *v_cache.stride()[:3])),
         block_table.stride(0), ids.stride(0), **constants(kv_heads, group, dim, k_cache.shape[1], ids.shape[2], splits),
-        UNIT=unit, FORMAT=tile.cache_format(k_cache.dtype), STAGES=STAGES, UPCAST=tile.INTERPRETED,
+        UNIT=unit, FORMAT=cache_format(k_cache.dtype), STAGES=STAGES, UPCAST=tile.INTERPRETED,
         num_warps=WARPS if k_cache.element_size() == 2 else WARPS_FP8,
     )  # fmt: skip
     merge_parts_kernel[(tokens * q.shape[1],)](
         parts, lse, out, v_scale, GROUP=group, DIM=dim, SPLITS=splits, LANES=triton.next_power_of_2(splits), num_warps=1
     )
     return out
+
+
+def cache_format(dtype: torch.dtype, hip: bool = bool(torch.version.hip), cast: bool | None = None) -> int:
+    """As `tile.cache_format`; on CDNA by integer moves alone: with gfx950's instruction 264 registers spill."""
+    return tile.cache_format(dtype, False if hip else cast)
 
 
 def constants(kv_heads: int, group: int, dim: int, block: int, topk: int, splits: int) -> dict:

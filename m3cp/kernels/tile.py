@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 
-# Narrowest dot of each vendor's matrix unit: eight columns on NVIDIA (4 to 6% faster than sixteen on an H200, whose clock
+# Narrowest dot of each vendor's matrix unit: eight columns on NVIDIA (1 to 7% faster than sixteen on an H200, whose clock
 # sinks as the unit works), sixteen on CDNA.
 def columns(hip: bool = bool(torch.version.hip)) -> int:
     """Columns of every dot of a vendor's kernels."""
