@@ -1,14 +1,30 @@
-"""Kernels compiled for GPUs that need not be here: resources and assembly, for the tests and the node kit."""
+"""Kernels compiled for GPUs that need not be here, with resources and assembly; and those of a sweep ahead of it, side by side."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import json
+import multiprocessing
+import os
 import re
 import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from m3cp import ranks
+
+if TYPE_CHECKING:
+    from m3cp.shapes import Point
+
+ROOT = Path(__file__).resolve().parents[1]
+COMPILE = [sys.executable, "-m", "m3cp.compiled", "--ahead"]
 TARGETS = {"gfx950": ("hip", "gfx950", 64), "gfx942": ("hip", "gfx942", 64), "sm_90": ("cuda", 90, 32)}
 SHARED_BYTES = {"gfx950": 160 * 1024, "gfx942": 64 * 1024, "sm_90": 227 * 1024}  # a workgroup may use (vendors' manuals)
 
@@ -194,20 +210,31 @@ def kernels(target: str) -> dict[str, tuple]:
     }  # fmt: skip
 
 
-def resources(target: str, without: tuple[str, ...] = ()) -> list[Resources]:
-    """Compile the kernels of `kernels`, but for those named, and say what each takes; seconds a kernel, no GPU needed."""
+def resources(target: str, without: tuple[str, ...] = (), processes: int = 1) -> list[Resources]:
+    """Compile the kernels of `kernels`, but for those named, and say what each takes; seconds a kernel, no GPU needed.
+
+    Args:
+        processes: that compile beside each other; 1 compiles in this one.
+    """
     from tqdm import tqdm
 
-    found, todo = [], {name: values for name, values in kernels(target).items() if name not in without}
-    for name, (kernel, pointers, constants, options) in tqdm(todo.items(), desc=target, unit="kernel", mininterval=0.5):
-        made = build(kernel, {k: v for k, v in pointers.items() if k in kernel.arg_names}, constants, target, **options)
-        limit, warps = SHARED_BYTES[target], options["num_warps"]
-        if target == "sm_90":  # the vendor's table for compute capability 9.0: 65,536 registers, 2,048 threads, 228 KB
-            programs = nvidia_programs(made.registers, warps, made.shared_bytes, limit + 1024, 65_536, 2048)
-        else:
-            programs = amd_programs(made.registers, warps, made.shared_bytes, limit)
-        found.append(Resources(name, warps, made.registers, made.spills, made.scalar_spills, made.shared_bytes, programs))
-    return found
+    todo = [name for name in kernels(target) if name not in without]
+    one = functools.partial(_resources_of, target)
+    if processes == 1:
+        return [one(name) for name in tqdm(todo, desc=target, unit="kernel", mininterval=0.5)]
+    with ProcessPoolExecutor(min(processes, len(todo)), mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(tqdm(pool.map(one, todo), total=len(todo), desc=target, unit="kernel", mininterval=0.5))
+
+
+def _resources_of(target: str, name: str) -> Resources:
+    kernel, pointers, constants, options = kernels(target)[name]
+    made = build(kernel, {k: v for k, v in pointers.items() if k in kernel.arg_names}, constants, target, **options)
+    limit, warps = SHARED_BYTES[target], options["num_warps"]
+    if target == "sm_90":  # the vendor's table for compute capability 9.0: 65,536 registers, 2,048 threads, 228 KB
+        programs = nvidia_programs(made.registers, warps, made.shared_bytes, limit + 1024, 65_536, 2048)
+    else:
+        programs = amd_programs(made.registers, warps, made.shared_bytes, limit)
+    return Resources(name, warps, made.registers, made.spills, made.scalar_spills, made.shared_bytes, programs)
 
 
 def table(target: str, found: list[Resources]) -> list[str]:
@@ -232,8 +259,94 @@ def _cubin_resources(cubin: bytes) -> tuple[int, int]:
     return int(re.search(r"REG:(\d+)", text)[1]), stack + local
 
 
-if __name__ == "__main__":
-    import sys
+def launches(points: Iterable[Point]) -> list[dict[str, Any]]:
+    """The one- and two-launch kernels that these Points launch, warm-up included, each once: what `_compile` takes."""
+    from m3cp.kernels import fused, score, tile
+    from m3cp.shard import Shard
 
+    found: dict[tuple, dict[str, Any]] = {}
+    for p in points:
+        if p.arm not in ("tp", "cp") or p.form not in ("one_launch", "two_launch"):
+            continue
+        exchange, most = p.arm == "cp", p.batch + p.rows_padded
+        heads = p.shape.heads if exchange else Shard(0, p.world, p.shape.heads).local_heads
+        buckets = sorted({score.request_bucket(min(n, most)) for n in (1, 32, 256, 2048, 16_384, most)})
+        phases = (fused.ONE_LAUNCH,) if p.form == "one_launch" else (fused.PUSH, fused.CHOOSE)
+        for phase, requests, query_len in itertools.product(phases, buckets, range(1, p.query_len + 1)):
+            groups = -(-query_len * heads // tile.COLUMNS)
+            what = dict(world=p.world if exchange else 1, dtype=p.dtype, exchange=exchange, gather=exchange and p.queries == "gathered",
+                        adaptive=p.threshold_blocks is not None, phase=phase, requests=requests)  # fmt: skip
+            found.setdefault((p.shape, heads, groups, *what.values()), what | {"point": p.to_dict(), "query_len": query_len})
+    return list(found.values())
+
+
+def _compile(what: dict[str, Any]) -> None:
+    """Compile one of `launches` for this process's GPU, into Triton's cache."""
+    from m3cp import inputs
+    from m3cp.kernels import fused
+    from m3cp.shapes import Point
+    from m3cp.shard import Shard
+
+    p = Point.from_dict(what["point"])
+    owned = Shard(0, p.world, p.shape.heads).local_heads
+    shard = Shard(0, p.world, p.shape.heads) if what["exchange"] else Shard(0, 1, owned)
+    fused.heaviest(
+        p.shape, shard, what["requests"], what["query_len"], inputs.TORCH_DTYPES[p.dtype], what["exchange"], what["gather"], what["adaptive"], what["phase"],
+    )  # fmt: skip
+
+
+def ahead(points: Iterable[Point], limit_s: float = 150.0, processes: int | None = None) -> tuple[int, list[str]]:
+    """Compile `launches(points)` for the GPU that is here by processes side by side, into Triton's cache.
+
+    A cold compile of such a kernel takes 5 to 20 s, and ranks compile one after another: with a core a kernel it is the slowest that counts.
+
+    Args:
+        limit_s: seconds after which processes that still compile are ended.
+        processes: None is a core each.
+
+    Returns:
+        How many kernels, and what did not compile, in words: whoever launches it then compiles it, and finds out why.
+    """
+    todo = launches(points)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parts = min(len(todo), processes or cores)
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="m3cp-") as folder:
+        job = Path(folder) / "kernels.json"
+        job.write_text(json.dumps(todo))
+        began, running = time.monotonic(), []
+        try:
+            for part in range(parts):
+                with open(Path(folder) / f"log.{part}", "wb") as log:
+                    command = [*COMPILE, str(job), str(part), str(parts)]
+                    running.append(subprocess.Popen(
+                        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
+                        env=_environment(), preexec_fn=functools.partial(ranks.die_with_parent, os.getpid()),
+                    ))  # fmt: skip
+            for part, process in enumerate(running):
+                try:
+                    code = process.wait(max(0.1, limit_s - (time.monotonic() - began)))
+                    ended = f"exit status {code}" if code else ""
+                except subprocess.TimeoutExpired:
+                    ended = f"not done within {limit_s:.0f} s"
+                said = (Path(folder) / f"log.{part}").read_text(errors="replace").strip().splitlines()
+                problems += [f"{ended}: {said[-1][:300] if said else 'no word'}"] if ended else []
+        finally:
+            for process in running:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+    return len(todo), problems
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--ahead"]:
+        for kernel_launch in json.loads(Path(sys.argv[2]).read_text())[int(sys.argv[3]) :: int(sys.argv[4])]:
+            _compile(kernel_launch)
+        sys.exit()
     for arch in sys.argv[1:] or TARGETS:
         print("\n".join(table(arch, resources(arch))), flush=True)

@@ -1,8 +1,9 @@
 """The first quarter of an hour on a node nobody has run on: every step in rising risk, each a process with a watchdog.
 
-`make mi355x` on four MI355X, `make node` anywhere: doctor, footprint curve, staged check over the collectives, engines,
-ping-pong, stress of the two forms whose programs wait, the published shapes warm and cold, the targets' grid, what
-compilers made; then fit, policy, design review, one page, one archive. A step that hangs, crashes or finds nothing to
+`make mi355x` on four MI355X, `make node` anywhere: doctor, footprint curve, staged check over the collectives, the
+kernels that follow compiled side by side, engines, ping-pong, stress of the two forms whose programs wait, the published
+shapes warm and cold, the targets' grid, what compilers made, AITER's CP selector, which waits without a bound; then fit,
+policy, design review, one page, one archive. A step that hangs, crashes or finds nothing to
 run is a line on the page, and the rest goes on. State stands in the run's folder: the same command goes on where the
 last stretch stopped. Needs torch, triton, numpy, pandas, scipy and matplotlib; papermill only for the design review.
 """
@@ -33,8 +34,9 @@ LEFT_OUT_STATUS, CUT_STATUS = 3, 4  # exit statuses of a step beside 0
 MOST_RANKS = 4  # one a KV head: how the model is served
 STRETCH_MINUTES = 9.0
 KEEP_S = 60.0  # of a stretch, for fit, policy, page and archive
-LEAST_S = 60.0  # that a step which can be cut is started for
-TRIES = 2  # of a step that took the kit or its time down with it
+LATE_S = 40.0  # between a sweep's own deadline and its watchdog: ranks start, and end the group that they are at
+LEAST_S = 90.0  # that a step which can be cut is started for
+TRIES = 2  # running, of a step that took the kit or its time down with it
 TARGETS = [(context, batch) for context in (8192, 32768, 131072) for batch in (1, 8, 32)]
 
 
@@ -45,6 +47,7 @@ class Step:
     Args:
         run: does the work in a process of its own; takes the run's folder and seconds, returns lines to print.
             Raises `LeftOut` where it has nothing to run here, `Cut` when its time was up with work left.
+        usual_s: about what it takes on a node that works; with less left of a stretch it waits for the next one.
         limit_s: seconds after which the watchdog ends it.
         resumable: it uses whatever time there is and goes on later.
         always: it looks at what is there by now, so it runs at the end of every stretch.
@@ -53,6 +56,7 @@ class Step:
 
     name: str
     title: str
+    usual_s: float
     limit_s: float
     run: Callable[[Path, float], list[str]]
     resumable: bool = False
@@ -160,10 +164,11 @@ def _on_gpus(here: dict[str, Any], ranks: int = 1) -> None:
 
 def doctor_step(run: Path, seconds: float) -> list[str]:
     """The doctor's report and the provenance that every row will carry."""
-    from m3cp import doctor
+    from m3cp import doctor, sweep
 
     node = doctor.inspect(facts(run)["device"])
-    write(run / "provenance.json", {**doctor.provenance(), "code_hash": records.code_hash()})
+    at = {"code_hash": records.code_hash(), **sweep.git_state(facts(run)["commit"]), "time_utc": _now()}
+    write(run / "provenance.json", {**doctor.provenance(), **at})
     text = doctor.report(node)
     (run / "doctor.txt").write_text(text + "\n")
     here = facts(run)
@@ -187,7 +192,7 @@ def _node_check(run: Path, world: int) -> list[str]:
     from m3cp import node_check
 
     here = facts(run)
-    found = node_check.run(here["device"], [world], quick=here["device"] == "cpu", curves=world == 1)
+    found = node_check.run(here["device"], [world], quick=here["device"] == "cpu", curves=world == 1, commit=here["commit"])
     write(run / f"node_check_{world}.json", found)
     wrong = [f"P={c['world']} {c['path']}" for c in found["checks"] if not c["passed"]]
     if wrong or not found["checks"]:
@@ -198,6 +203,20 @@ def _node_check(run: Path, world: int) -> list[str]:
         lines.append(f"random pages: {random[0]:.0f} GB/s at 1 MiB, {random[-1]:.0f} GB/s at the largest footprint")
     lines += [f"graph, P={g['world']}: {g['us']:.2f} us a node: {g['node']}" for g in found["gaps"]]
     return lines
+
+
+def kernels(run: Path, seconds: float) -> list[str]:
+    """The one- and two-launch kernels of the steps that follow, compiled side by side into Triton's cache."""
+    here = facts(run)
+    _on_gpus(here)
+    from m3cp import compiled, trust
+
+    forms = [f for f in trust.FORMS if here["ranks"] > 1 or f == "one_launch"]
+    points = [p for f in forms for p in trust.points(f, here["ranks"])] + published_points(here, "warm") + target_points(here)
+    count, problems = compiled.ahead(points, seconds - 10)
+    if problems:
+        raise RuntimeError(f"of {count} kernels not all compiled, so ranks will try one after another: {'; '.join(problems[:5])}")
+    return [f"{count} kernels of the one- and two-launch forms are in Triton's cache"]
 
 
 def engine_arms(run: Path, seconds: float) -> list[str]:
@@ -226,8 +245,26 @@ def aiter(run: Path, seconds: float) -> list[str]:
     why = aiter_arm.missing()
     if why:
         raise LeftOut(why)
-    found = aiter_arm.run(here["device"], here["ranks"])
-    write(run / "aiter.json", found)
+    return _aiter_lines(run, "aiter.json", aiter_arm.run(here["device"], here["ranks"]))
+
+
+def aiter_cp(run: Path, seconds: float) -> list[str]:
+    """AITER's CP, scores and selector, between all ranks: its waits have no bound, so everything else comes first."""
+    here = facts(run)
+    _on_gpus(here, 2)
+    from m3cp import aiter_arm, pingpong
+
+    why = aiter_arm.missing_cp()
+    if why:
+        raise LeftOut(why)
+    pairs = (read(run / "pingpong.json") or {"pairs": []})["pairs"]
+    if not pairs or any(p["grain"] == pingpong.COARSE for p in pairs):
+        raise LeftOut("it would poll memory that did not pass the ping-pong as fine-grained")
+    return _aiter_lines(run, "aiter_cp.json", aiter_arm.run(here["device"], here["ranks"], between=True))
+
+
+def _aiter_lines(run: Path, name: str, found: dict[str, Any]) -> list[str]:
+    write(run / name, found)
     return [f"{a['arm']} {a['context_tokens']} x{a['batch']} P={a['world']}: {a['us']:.1f} us ({a['label']})" for a in found["arms"]]
 
 
@@ -356,31 +393,40 @@ def _sweep(run: Path, points: Sequence[Point], seconds: float) -> list[str]:
     """
     from m3cp import sweep
 
-    here = facts(run)
-    status = sweep.main(list(points), out=run, device=here["device"], minutes=max(0.1, seconds / 60), commit=here["commit"])
-    newest = {row.point: row for row in records.load(run) if row.point in set(points)}
-    ok = [p for p, row in newest.items() if row.status == "ok"]
-    failed = [f"{p.label}: {row.error}" for p, row in newest.items() if row.status == "failed"]
-    skipped = sorted({row.error for row in newest.values() if row.status == "skipped"})
-    missing = len(set(points)) - len(newest)
-    lines = [f"{len(ok)} of {len(set(points))} Points measured"] + [f"skipped: {why}" for why in skipped]
-    if missing and not failed and status != sweep.NOT_MEASURED:
-        raise Cut(f"{lines[0]}, {missing} to come")
+    here, wanted = facts(run), set(points)
+
+    def newest() -> dict[Point, records.Row]:
+        found = records.load(run) if records.rows_files(run) else []
+        return {row.point: row for row in found if row.point in wanted}
+
+    before = newest()
+    # What failed is tried again once nothing is left that was never tried.
+    todo = [p for p in points if p not in before] or [p for p in points if before[p].status != "ok"]
+    status = sweep.main(todo, out=run, device=here["device"], minutes=max(0.1, seconds / 60), commit=here["commit"]) if todo else 0
+    after = newest()
+    ok = [p for p, row in after.items() if row.status == "ok"]
+    failed = [f"{p.label}: {row.error}" for p, row in after.items() if row.status == "failed"]
+    skipped = sorted({row.error for row in after.values() if row.status == "skipped"})
+    missing = len(wanted) - len(after)
+    lines = [*(f"skipped: {why}" for why in skipped), f"{len(ok)} of {len(wanted)} Points measured"]
+    if missing and len(after) > len(before) and status != sweep.NOT_MEASURED:
+        raise Cut(f"{lines[-1]}, {missing} to come" + (f", {len(failed)} failed" if failed else ""))
     if failed or not ok:
-        raise RuntimeError("; ".join([*lines, *failed[:5]]))
+        raise RuntimeError("; ".join([lines[-1], *failed[:5], *lines[:-1]]))
     return lines
 
 
 def compilers(run: Path, seconds: float) -> list[str]:
     """Registers, LDS, occupancy and spills of every kernel, compiled for this GPU's architecture."""
-    from m3cp import compiled
+    from m3cp import compiled, doctor
 
     arch = facts(run)["arch"] or "gfx950"  # without a GPU: what the kit is made for
     if arch not in compiled.TARGETS:
         raise LeftOut(f"{arch}: known are {', '.join(compiled.TARGETS)}")
-    found = compiled.resources(arch)
+    found = compiled.resources(arch, processes=doctor.cpu().cores)
     write(run / "resources.json", {"target": arch, "kernels": [asdict(r) for r in found]})
-    return compiled.table(arch, found)
+    spilling = [f"{r.kernel} ({r.spills})" for r in found if r.spills]
+    return [*compiled.table(arch, found), f"{len(found)} kernels for {arch}; spills to memory: {', '.join(spilling) or 'none'}"]
 
 
 def fit(run: Path, seconds: float) -> list[str]:
@@ -425,23 +471,26 @@ def page(run: Path, seconds: float) -> list[str]:
     return [str(kit_page.page(run).name)]
 
 
+# Seconds that are usual: estimated for two H200 with cold caches of kernels, to be compared with what the page says.
 STEPS = (
-    Step("doctor", "what this machine is", 90, doctor_step),
-    Step("footprint", "read rate by footprint, page read", 150, footprint),
-    Step("staged", "staged check over the collectives, cost of a graph's node", 180, staged),
-    Step("engines", "engines' kernels of this image", 150, engine_arms, resumable=True),
-    Step("aiter", "AITER's kernels, never run before", 120, aiter),
-    Step("pingpong", "words between every two GPUs, and what memory they got", 90, ping_pong),
-    Step("stress_two_launch", "two launches under stress", 200, stress("two_launch"), form="two_launch"),
-    Step("stress_one_launch", "one launch under stress", 200, stress("one_launch"), form="one_launch"),
-    Step("published_warm", "the 17 published shapes, warm as published", 240, published("warm"), resumable=True),
-    Step("published_cold", "the 17 published shapes, cold", 240, published("cold"), resumable=True),
-    Step("targets", "the targets' grid", 240, targets, resumable=True),
-    Step("compilers", "registers, LDS, occupancy, spills", 180, compilers),
-    Step("fit", "fit and figures", 90, fit, always=True),
-    Step("policy", "policy", 60, policy, always=True),
-    Step("report", "design review", 150, report, always=True),
-    Step("page", "the page", 60, page, always=True),
+    Step("doctor", "what this machine is", 15, 90, doctor_step),
+    Step("footprint", "read rate by footprint, page read", 40, 150, footprint),
+    Step("staged", "staged check over the collectives, cost of a graph's node", 50, 180, staged),
+    Step("kernels", "kernels of the steps that follow, compiled side by side", 45, 180, kernels),
+    Step("engines", "engines' kernels of this image", LEAST_S, 150, engine_arms, resumable=True),
+    Step("aiter", "AITER's kernels, never run before", 60, 120, aiter),
+    Step("pingpong", "words between every two GPUs, and what memory they got", 25, 90, ping_pong),
+    Step("stress_two_launch", "two launches under stress", 75, 200, stress("two_launch"), form="two_launch"),
+    Step("stress_one_launch", "one launch under stress", 75, 200, stress("one_launch"), form="one_launch"),
+    Step("published_warm", "the 17 published shapes, warm as published", LEAST_S, 240, published("warm"), resumable=True),
+    Step("published_cold", "the 17 published shapes, cold", LEAST_S, 240, published("cold"), resumable=True),
+    Step("targets", "the targets' grid", LEAST_S, 240, targets, resumable=True),
+    Step("compilers", "registers, LDS, occupancy, spills", 45, 180, compilers),
+    Step("aiter_cp", "AITER's CP selector between GPUs, never run before", 60, 90, aiter_cp),
+    Step("fit", "fit and figures", 40, 150, fit, always=True),
+    Step("policy", "policy", 10, 60, policy, always=True),
+    Step("report", "design review", 60, 150, report, always=True),
+    Step("page", "the page", 5, 60, page, always=True),
 )  # fmt: skip
 
 
@@ -464,6 +513,8 @@ def take(step: Step, state: State, run: Path, limit_s: float, command: Sequence[
     said = read(lines) or {}
     record.seconds += ended.seconds
     record.lines = said.get("lines", [])
+    if ended.code in (0, LEFT_OUT_STATUS, CUT_STATUS):
+        record.tries = 0  # it ended by its own will
     if ended.code == 0:
         record.status = DONE
     elif ended.code == LEFT_OUT_STATUS:
@@ -509,8 +560,8 @@ def stretch(
     began = time.monotonic()
     unknown = sorted(set(only) - {s.name for s in steps})
     require("only", tuple(only), not unknown, f"among {', '.join(s.name for s in steps)}")
-    # The longest step that can't be cut must fit.
-    least = (max((s.limit_s for s in steps if not (s.resumable or s.always)), default=0) + keep_s) / 60
+    # The longest step must fit.
+    least = (max((s.usual_s for s in steps if not s.always), default=0) + keep_s) / 60
     require("minutes", minutes, minutes >= least, f"{least:.1f} or more: the longest step and the analysis must fit")
     run.mkdir(parents=True, exist_ok=True)
     state = State.load(run, name, device, commit)
@@ -526,27 +577,26 @@ def stretch(
     while todo:
         step = todo.pop(0)
         left = minutes * 60 - (time.monotonic() - began) - keep_s
-        if left < (min(LEAST_S, step.limit_s) if step.resumable else step.limit_s):
+        if left < step.usual_s:
             record = state.steps.setdefault(step.name, Record())
             record.status, record.why = CUT, record.why or "the stretch's time was up: run the same command again"
             continue
         limit = min(step.limit_s, left)
         # A sweep stops by itself; the watchdog gives it time to write down what it was at.
-        grace = min(30.0, 0.2 * limit) if step.resumable else 0.0
+        grace = min(LATE_S, 0.4 * limit) if step.resumable else 0.0
         record = _tell(step, limit, lambda follow, step=step, limit=limit, grace=grace: take(
             step, state, run, limit, command(step, run, limit - grace), follow))  # fmt: skip
         if record.status == CUT and step.resumable:
             todo.append(step)  # goes on where it stopped, once the others had their turn
     for step in (s for s in wanted if s.always):
         _tell(step, step.limit_s, lambda follow, step=step: take(step, state, run, step.limit_s, command(step, run, step.limit_s), follow))
-    state.save(run)
     print(f"archive: {archive(run, name)}", flush=True)
     return state
 
 
 def _tell(step: Step, limit_s: float, act: Callable[[Callable[[str], None]], Record]) -> Record:
     """Say what starts, how it moves and how it ended."""
-    print(f"{step.title}: at most {limit_s:.0f} s", flush=True)
+    print(f"{step.title}: usually {step.usual_s:.0f} s, at most {limit_s:.0f} s", flush=True)
     record = act(_Follow(limit_s))
     tail = record.words
     print(f"    {record.status} in {record.seconds:.0f} s{': ' + tail if tail else ''}", flush=True)
@@ -602,7 +652,7 @@ def default_out(name: str) -> Path:
 def run_step(name: str, run: Path, seconds: float) -> int:
     """What a step's process does; the exit status. Its words go to `said/`, for the page."""
     step = next(s for s in STEPS if s.name == name)
-    said: dict[str, Any] = {"time_utc": datetime.now(UTC).isoformat(timespec="seconds")}
+    said: dict[str, Any] = {"time_utc": _now()}
     status = 0
     try:
         said["lines"] = [line.replace(str(run), run.name) for line in step.run(run, seconds)]
@@ -615,9 +665,21 @@ def run_step(name: str, run: Path, seconds: float) -> int:
         import traceback
 
         traceback.print_exc()
-        said["why"], status = f"{type(error).__name__}: {error}"[:1500], 1
+        said["why"], status = _shortened(f"{type(error).__name__}: {error}"), 1
     write(run / "said" / f"{name}.json", said)
     return status
+
+
+def _shortened(text: str) -> str:
+    """At most 1500 letters; where the first line only announces (`...Error:`), the last one follows it."""
+    lines = text.splitlines()
+    if len(lines) > 1 and lines[0].rstrip().endswith(":"):
+        text = "\n".join([f"{lines[0].rstrip()} {next((x for x in reversed(lines[1:]) if x.strip()), '').strip()}"[:600], *lines[1:]])
+    return text if len(text) <= 1500 else f"{text[:700]}\n...\n{text[-795:]}"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def main(

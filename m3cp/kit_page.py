@@ -12,7 +12,7 @@ from typing import Any
 from m3cp import kit, records, trust
 
 PAIR_COLUMNS = {
-    "form": "form", "exchange": "exchange", "queries": "queries", "dtype": "cache", "context_tokens": "context", "batch": "batch", "mix": "mix",
+    "arm": "arm", "form": "form", "exchange": "exchange", "queries": "queries", "dtype": "cache", "context_tokens": "context", "batch": "batch", "mix": "mix",
     "cache_state": "state", "tp_us": "TP µs", "cp_us": "CP µs", "ratio": "TP / CP", "ratio_low": "95%", "ratio_high": "", "verdict": "CP is",
 }  # fmt: skip
 STEP_COLOURS = {kit.DONE: "#1a7f37", kit.FAILED: "#b3261e", kit.CUT: "#8a6d00", kit.LEFT_OUT: "#6b6b6b"}
@@ -52,7 +52,7 @@ def _rows(folder: Path, run: Path) -> list[str]:
         title = f"Where CP beats TP{', published shapes' if prefix else ''}"
         plots.save(plots.maps([plots.panel(grid, here.title)], title), f"{prefix}map_{number}", **stamp)
         lines += [f"{name}: {answer.text}" for answer in (*grid.measured, *grid.model)]
-        answers += [f"{name}: {answer.text}" for answer in grid.measured]
+        answers.append({"name": name, "texts": [a.text for a in grid.measured], "short": {f"{a.at:.0f}": _short(a) for a in grid.measured}})
     kit.write(folder / "answers.json", answers)
     for name, rows, models in crossover.curve_sets(here.frame):
         plots.save(plots.curves(rows, models, here.source), f"{prefix}curves_{name}", **stamp)
@@ -63,6 +63,16 @@ def _rows(folder: Path, run: Path) -> list[str]:
     except ValueError as error:  # too few rows of any arm to leave some out
         lines.append(f"no errors of the model: {error}")
     return lines
+
+
+def _short(answer: Any) -> str:
+    """A break-even for a cell of a table, tokens a request."""
+    words = {"none in range": "TP faster throughout", "below range": "CP faster throughout", "undecided": "undecided"}
+    if answer.value is None or answer.answer == "undecided":
+        return words[answer.answer]
+    from m3cp import crossover
+
+    return f"{crossover.tokens_about(answer.value)} ({answer.band})"
 
 
 def _node_figures(run: Path, stamp: dict[str, Any], plots: Any) -> list[str]:
@@ -88,19 +98,23 @@ def page(run: Path) -> Path:
     counts = {status: sum(r.status == status for r in state.steps.values()) for status in STEP_COLOURS}
     parts = [f"<h1>{_e(state.name)}: {_e(facts['node'])}</h1>", f"<div class='answer'><p class='verdict'>{_e(_verdict(run, state))}</p></div>"]
     seconds = sum(r.seconds for r in state.steps.values())
+    stretches = f"{state.stretches} stretch{'es' if state.stretches != 1 else ''}"
     parts.append(
         f"<p>{counts[kit.DONE]} steps done, {counts[kit.FAILED]} failed, {counts[kit.LEFT_OUT]} left out, {counts[kit.CUT]} not finished; "
-        f"{seconds / 60:.1f} minutes in {state.stretches} stretches; code {state.code_hash}; {facts['ranks']} ranks.</p>"
+        f"{seconds / 60:.1f} minutes in {stretches}; {facts['ranks']} ranks.</p>"
     )
+    parts.append(f"<p>{_e(_provenance(run, state))}</p>")
     parts += ["<h2>Steps, in rising risk</h2>", _steps(state)]
     parts += _section("Forms that wait for peers", [_table(("form", "verdict"), [(v.form, v.text) for v in trust.load(run / trust.FILE)])])
-    parts += _section("Engines and AITER", [_aiter(kit.read(run / "aiter.json"))])
+    parts += _section("Engines and AITER", [_aiter([kit.read(run / name) for name in ("aiter.json", "aiter_cp.json")])])
     parts += _section("Words between GPUs", [_pairs(kit.read(run / "pingpong.json"))])
     parts += _section("What a graph's node costs", [_gaps(run)])
     parts += _section("What compilers made", [_resources(kit.read(run / "resources.json"))])
-    answers = [line for folder in (run, run / kit.PUBLISHED) for line in kit.read(folder / "answers.json") or []]
-    parts += _section("Break-even, measured", [f"<p>{_e(line)}</p>" for line in answers])
-    parts += _section("Measured, CP beside TP", [_beside(folder) for folder in (run, run / kit.PUBLISHED)])
+    folders = (("Targets' grid", run), ("Published shapes", run / kit.PUBLISHED))
+    parts += _section("Break-even, measured", [_note(_break_even(folders), "Tokens a request from which CP is not slower than TP of the same kernels; 95% in brackets.")])
+    beside = [(name, _beside(folder)) for name, folder in folders]
+    tables = [_note(table, f"{name}: µs a call, median of the slowest rank; ids checked.") for name, table in beside]
+    parts += _section("Measured, CP beside TP", tables)
     figures = sorted((run / "figures").glob("*.svg"))
     parts += _section("Figures", [_figure(path) for path in figures])
     doctor = run / "doctor.txt"
@@ -122,6 +136,11 @@ def _section(title: str, parts: Sequence[str]) -> list[str]:
     return [f"<h2>{_e(title)}</h2>", *parts] if any(parts) else []
 
 
+def _note(table: str, words: str) -> str:
+    """A line above a table; nothing without one."""
+    return f"<p>{_e(words)}</p>{table}" if table else ""
+
+
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     rows = list(rows)
     if not rows:
@@ -136,10 +155,19 @@ def _verdict(run: Path, state: kit.State) -> str:
     refused = [v.text for v in trust.load(run / trust.FILE) if not v.trusted]
     measured = kit.read(run / "answers.json") or []
     failed = [name for name, record in state.steps.items() if record.status == kit.FAILED]
-    words = [f"{line}." for line in measured[:3]] or ["No CP row meets a TP row yet: no break-even."]
+    words = [f"{a['name']}: {'; '.join(a['texts'])}." for a in measured[:1]] or ["No CP row meets a TP row yet: no break-even."]
     words += refused
     words += [f"Failed: {', '.join(failed)}; the rest is usable."] if failed else []
     return " ".join(words)
+
+
+def _provenance(run: Path, state: kit.State) -> str:
+    """Which code, on what, when: what a figure of this page is worth without its archive."""
+    known = kit.read(run / "provenance.json") or {}
+    versions = known.get("versions", {})
+    named = [f"{name} {versions[name]}" for name in ("python", "torch", "triton", "nccl", "rccl") if name in versions]
+    named += [f"driver {known['driver']}"] if known.get("driver") else []
+    return f"Code {state.code_hash}, commit {known.get('commit') or state.commit or 'unknown'}; {', '.join(named) or 'versions unknown'}; begun {known.get('time_utc', 'at an unknown time')}."
 
 
 def _steps(state: kit.State) -> str:
@@ -159,14 +187,28 @@ def _steps(state: kit.State) -> str:
     return f"<div class='table wide'><table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table></div>"
 
 
+def _break_even(folders: Sequence[tuple[str, Path]]) -> str:
+    """A line a comparison, a column a batch."""
+    found = [(name, answer) for name, folder in folders for answer in kit.read(folder / "answers.json") or []]
+    batches = sorted({int(at) for _, answer in found for at in answer["short"]})
+    rows = [(answer["name"], name, *(answer["short"].get(str(b), "") for b in batches)) for name, answer in found]
+    return _table(("CP, against TP", "rows", *(f"batch {b}" for b in batches)), rows)
+
+
 def _beside(folder: Path) -> str:
     """The measured pairs of a folder, times in microseconds."""
-    rows = [[(f"{v:,.0f}" if v >= 1000 else f"{v:.3g}") if isinstance(v, float) else v for v in row] for row in kit.read(folder / "pairs.json") or []]
-    return _table(PAIR_COLUMNS.values(), rows)
+    low = list(PAIR_COLUMNS).index("ratio_low")
+    rows = []
+    for row in kit.read(folder / "pairs.json") or []:
+        cells = ["" if v is None else (f"{v:,.0f}" if v >= 1000 else f"{v:.3g}") if isinstance(v, float) else v for v in row]
+        rows.append([*cells[:low], f"{cells[low]} to {cells[low + 1]}", *cells[low + 2 :]])
+    names = list(PAIR_COLUMNS.values())
+    return _table([*names[: low + 1], *names[low + 2 :]], rows)
 
 
-def _aiter(found: dict[str, Any] | None) -> str:
-    rows = [(a["arm"], a["context_tokens"], a["batch"], a["world"], f"{a['us']:.1f}", a["label"]) for a in (found or {"arms": []})["arms"]]
+def _aiter(found: Sequence[dict[str, Any] | None]) -> str:
+    arms = [a for one in found if one for a in one["arms"]]
+    rows = [(a["arm"], a["context_tokens"], a["batch"], a["world"], f"{a['us']:.1f}", a["label"]) for a in arms]
     return _table(("arm", "context", "batch", "P", "µs, warm", "what it is"), rows)
 
 
@@ -194,4 +236,4 @@ def _resources(found: dict[str, Any] | None) -> str:
 
 def _figure(path: Path) -> str:
     data = base64.b64encode(path.read_bytes()).decode()
-    return f"<figure><img src='data:image/svg+xml;base64,{data}' alt='{_e(path.stem)}'><figcaption>{_e(path.stem)}</figcaption></figure>"
+    return f"<figure><img src='data:image/svg+xml;base64,{data}' alt='{_e(path.stem)}'><figcaption>figures/{_e(path.name)}</figcaption></figure>"

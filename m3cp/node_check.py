@@ -26,7 +26,8 @@ CHAINS = (8, 136)  # nodes of two graphs: what 128 more of them take tells a nod
 
 
 def run(
-    device: str | None = None, worlds: Sequence[int] | None = None, quick: bool = False, out: Path | str | None = None, curves: bool = True
+    device: str | None = None, worlds: Sequence[int] | None = None, quick: bool = False, out: Path | str | None = None, curves: bool = True,
+    commit: str | None = None,
 ) -> dict[str, Any]:
     """Check this node: workers over one rank, then over each larger world that fits.
 
@@ -36,6 +37,7 @@ def run(
         quick: fewer footprints and payloads; under a minute on a CPU.
         out: folder for `node_check.json`; None writes none.
         curves: whether to read the curve of bandwidth against footprint, once.
+        commit: of this code, where the copy that runs has no git history.
 
     Returns:
         {"node", "last_level_bytes", "datasheet_gbs", "curve", "collectives", "gaps", "checks", "skipped", "provenance"}:
@@ -61,7 +63,7 @@ def run(
         "provenance": {
             **doctor.provenance(),
             "code_hash": records.code_hash(),
-            **sweep.git_state(),
+            **sweep.git_state(commit),
             "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         },
     }

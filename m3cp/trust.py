@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from m3cp import records, watchdog
+from m3cp import compiled, records, watchdog
 from m3cp.shapes import Point, require
 
 FORMS = ("two_launch", "one_launch")  # in rising risk
@@ -101,16 +101,26 @@ def say(form: str, node: str, ranks: int, run: Path, *, trusted: bool, launches:
     return verdict
 
 
-def legs(form: str, ranks: int) -> list[str]:
-    """Which legs of the stress run make its short form: of each kind, the first of each way to share queries."""
+def _legs(form: str, ranks: int) -> dict[str, Point]:
+    """Legs of the stress run that make its short form, by name: of each kind, the first of each way to share queries."""
     from m3cp import stress
 
-    chosen: dict[tuple, str] = {}
+    chosen: dict[tuple, tuple[str, Point]] = {}
     for leg in stress.legs(ranks, "cuda"):
         point = leg.point
         if point.form == form:
-            chosen.setdefault((stress.kind_of(leg), point.arm, point.queries), f"{stress.kind_of(leg)} {leg.name}")
-    return list(chosen.values())
+            chosen.setdefault((stress.kind_of(leg), point.arm, point.queries), (f"{stress.kind_of(leg)} {leg.name}", point))
+    return dict(chosen.values())
+
+
+def legs(form: str, ranks: int) -> list[str]:
+    """Names of the legs that the check of a form runs."""
+    return list(_legs(form, ranks))
+
+
+def points(form: str, ranks: int) -> list[Point]:
+    """Points that the check of a form launches."""
+    return list(_legs(form, ranks).values())
 
 
 def check(form: str, node: str, ranks: int, run: Path, seconds: float = STRESS_S, command: Sequence[str] | None = None) -> Verdict:
@@ -133,6 +143,8 @@ def check(form: str, node: str, ranks: int, run: Path, seconds: float = STRESS_S
         "--device", "cuda", "--out", str(out), "--only", *legs(form, ranks),
     ]  # fmt: skip
     print(f"stress check of form {form!r} on {node}, {ranks} ranks, {seconds:g} s and its set-up", flush=True)
+    count, problems = compiled.ahead(points(form, ranks))  # the stress's time is for launches
+    print("\n".join([f"{count} kernels compiled ahead", *problems]), flush=True)
     out.unlink(missing_ok=True)
     path = os.pathsep.join([str(records.PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = watchdog.run(command, seconds + SET_UP_S, run / "logs" / f"stress_{form}.log", env={"PYTHONPATH": path})
@@ -147,6 +159,9 @@ def check(form: str, node: str, ranks: int, run: Path, seconds: float = STRESS_S
         why = f"{wrong['leg']}: {wrong['mismatches']} mismatches, {wrong['expiries']} expired waits; {wrong['error'] or 'no error word'}"
     elif not why and not launches:
         why = "it ended without a launch"
+    elif not why:
+        idle = set(legs(form, ranks)) - {f"{leg['kind']} {leg['leg']}" for leg in found if leg["launches"]}
+        why = f"{seconds:g} s were up before these legs ran: {', '.join(sorted(idle))}" if idle else ""
     verdict = say(form, node, ranks, run, trusted=not why, launches=launches, why=why)
     print(verdict.text, flush=True)
     return verdict

@@ -1,7 +1,9 @@
 """AITER's arm around a stand-in with the public signature, in plain torch: what is passed, what is compared, what is refused."""
 
+import ctypes
 import json
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -44,17 +46,43 @@ def install(wrong: str = "", shard: bool = True) -> None:
         if wrong == "ids":
             topk_idx[0, 0, 3] = (topk_idx[0, 0].max() + 1) % 60
 
+    def topk_cp(score, peer_cand_ptrs, cp_gen, topk_idx, seq_lens, block_table, sparse_bt, sparse_ctx, max_seq_len, block_size, cand_rows=0,
+                query_len=1, init_blocks=0, local_blocks=0, num_kv_heads=1, pages_per_block=8, rank=0, world=1, num_waves=0):  # fmt: skip
+        heads, tokens, width = score.shape
+        owned, k = heads // world, topk_idx.shape[2]
+        assert peer_cand_ptrs.dtype == torch.int64 and peer_cand_ptrs.device.type == "cpu" and peer_cand_ptrs.numel() == world
+        assert cp_gen.dtype == torch.int32 and cp_gen.numel() == 256 and cand_rows >= tokens and num_kv_heads == owned == topk_idx.shape[0]
+        assert sparse_bt.shape == (tokens * owned, k * pages_per_block) and width % 64 == 0 and width * world * block_size >= max_seq_len
+        size = (2, world, owned, cand_rows, k)
+        buffers = [torch.frombuffer((ctypes.c_int64 * int(torch.tensor(size).prod())).from_address(at), dtype=torch.int64).view(size) for at in peer_cand_ptrs.tolist()]
+        cp_gen += 1
+        generation = int(cp_gen[0])
+        best = score.topk(k, dim=2)
+        block = torch.where(best.values > float("-inf"), best.indices * world + rank + 1 + (wrong == "shard"), 0)
+        words = (best.values.view(torch.int32).to(torch.int64) << 32) | (generation << 24) | block
+        for owner in range(world):
+            buffers[owner][generation & 1, rank, :, :tokens] = words[owner * owned : (owner + 1) * owned]
+        mine, deadline = buffers[rank][generation & 1, :, :, :tokens], time.monotonic() + 20
+        while bool(((mine >> 24 & 255) != generation).any()) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        came = mine.permute(1, 2, 0, 3).reshape(owned, tokens, world * k)
+        ids, values = (came & 0xFFFFFF) - 1, (came >> 32).to(torch.int32).view(torch.float32)
+        chosen = values.where(ids >= 0, float("-inf")).topk(k, dim=2)
+        topk_idx.copy_(torch.where(chosen.values > float("-inf"), ids.gather(2, chosen.indices), -1))
+
     for name in ("aiter", "aiter.ops", aiter_arm.MODULE):
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__path__ = []
     module = sys.modules[aiter_arm.MODULE]
     module.pa_sparse_block_score_decode, module.pa_sparse_block_topk = score_shard if shard else score_decode, topk
+    module.pa_sparse_block_topk_cp, module.CP_MAX_BLOCKS = topk_cp, 256
+    module.topk_cp_candidate_numel = lambda world, owned_heads, total_q, topk: 2 * world * owned_heads * total_q * topk
 
 
-def run(tmp_path, wrong="", shard=True, shapes=((2944, 2),)):
+def run(tmp_path, wrong="", shard=True, shapes=((2944, 2),), between=False):
     path = tmp_path / "worker.py"
     path.write_text(WORKER.format(tests=str(Path(__file__).parent), wrong=wrong, shard=shard))
-    return aiter_arm.run("cpu", 2, shapes, module=str(path))
+    return aiter_arm.run("cpu", 2, shapes, module=str(path), between=between)
 
 
 def test_ids_and_a_shards_scores_are_the_references(tmp_path):
@@ -65,6 +93,7 @@ def test_ids_and_a_shards_scores_are_the_references(tmp_path):
     assert tp["rows"] == 2 * 2 and cp["rows"] > 50 and tp["us"] > 0 and json.dumps(found)
 
 
+@pytest.mark.slow
 def test_a_release_without_shards_gives_tp_alone(tmp_path):
     assert [a["arm"] for a in run(tmp_path, shard=False)["arms"]] == ["aiter_tp"]
 
@@ -73,6 +102,19 @@ def test_a_release_without_shards_gives_tp_alone(tmp_path):
 def test_wrong_answers_get_no_time(tmp_path, wrong, words):
     with pytest.raises(sweep.WorkersFailed, match=words):
         run(tmp_path, wrong)
+
+
+def test_cp_between_ranks_chooses_the_references_ids(tmp_path):
+    """A wide batch after a narrow one, through the same buffers: rows are strided by the widest."""
+    narrow, wide = run(tmp_path, shapes=((2944, 1), (4000, 3)), between=True)["arms"]
+    assert {narrow["arm"], wide["arm"]} == {"aiter_cp"} and narrow["memory"] == "host shared memory" and narrow["us"] > 0
+    assert (narrow["rows"], wide["rows"]) == (4, 12), "all heads of all ranks, checked after the timed calls"
+
+
+@pytest.mark.slow
+def test_cp_that_chooses_otherwise_gets_no_time(tmp_path):
+    with pytest.raises(sweep.WorkersFailed, match="aiter_cp .* rows differ from the reference"):
+        run(tmp_path, "shard", between=True)
 
 
 def test_score_rows_are_whole_strips_and_a_power_of_two_of_them():
@@ -84,7 +126,10 @@ def test_a_missing_or_half_installed_library_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "aiter", None)
     for name in ("aiter", "aiter.ops", aiter_arm.MODULE):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    assert "has no pa_sparse_block_score_decode or pa_sparse_block_topk" in aiter_arm.missing()
+    assert "has no pa_sparse_block_score_decode or pa_sparse_block_topk" in aiter_arm.missing() == aiter_arm.missing_cp()
+    sys.modules[aiter_arm.MODULE].pa_sparse_block_score_decode = lambda q_idx, max_seq_len=0: None
+    sys.modules[aiter_arm.MODULE].pa_sparse_block_topk = None
+    assert aiter_arm.missing() == "" and "has no pa_sparse_block_topk_cp" in aiter_arm.missing_cp() and "or world of" in aiter_arm.missing_cp()
 
 
 def test_the_kit_leaves_the_step_out_by_name(tmp_path):

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from m3cp import kit, kit_page, pingpong, records, sweep, trust, watchdog
+from m3cp import aiter_arm, compiled, kit, kit_page, pingpong, records, sweep, trust, watchdog
 from m3cp.shapes import Point
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -37,13 +37,13 @@ def own_cache(tmp_path, monkeypatch):
 def here(tmp_path):
     """A run's folder that knows four made-up GPUs."""
     run = tmp_path / "run"
-    kit.write(run / kit.FACTS_FILE, {"device": "cuda", "node": "4x AMD Instinct MI355X", "ranks": 4, "gpus": 4, "arch": "gfx950"})
+    kit.write(run / kit.FACTS_FILE, {"device": "cuda", "node": "4x AMD Instinct MI355X", "ranks": 4, "gpus": 4, "arch": "gfx950", "commit": None})
     return run
 
 
 def quick(steps=kit.STEPS):
     """The kit's own steps with limits of a second."""
-    return [replace(s, limit_s=1.0) for s in steps]
+    return [replace(s, limit_s=1.0, usual_s=1.0) for s in steps]
 
 
 def go(run, commands, **options):
@@ -71,7 +71,7 @@ def test_a_hang_in_every_step_ends_in_time_and_leaves_no_process(here):
     marks.mkdir(parents=True, exist_ok=True)
     script = "echo waiting for rank 2; (sleep 5; touch %s) & sleep 60"
     began = time.monotonic()
-    state = go(here, {s.name: ["sh", "-c", script % (marks / s.name)] for s in kit.STEPS}, steps=[replace(s, limit_s=0.3) for s in kit.STEPS])
+    state = go(here, {s.name: ["sh", "-c", script % (marks / s.name)] for s in kit.STEPS}, steps=[replace(s, limit_s=0.3, usual_s=0.3) for s in kit.STEPS])
     assert time.monotonic() - began < 30
     assert {r.status for r in state.steps.values()} == {kit.FAILED} and len(state.steps) == len(kit.STEPS)
     assert all(re.search("not done within 0 s, ended; it last said: waiting for rank 2", r.why) for r in state.steps.values())
@@ -105,20 +105,28 @@ def point(form, world=2, arm="cp"):
     return Point(8192, 1, arm=arm, form=form, world=world, **ways)
 
 
+class Asked(list):
+    """(form, ranks, minutes) of each check; `ahead`: Points whose kernels were compiled before it."""
+
+
 def checked(monkeypatch, results):
     """Stand in for the stress run: `results` says what each form's legs found; returns the forms that were checked."""
-    asked = []
+    asked, ahead = Asked(), []
+    asked.ahead = ahead
 
     def run(command, limit_s, log, **options):
         out, ranks = command[command.index("--out") + 1], int(command[command.index("--ranks") + 1])
         form = re.search(r"stress_(\w+)\.json", out)[1]
         asked.append((form, ranks, float(command[command.index("--minutes") + 1])))
         legs, ended = results[form]
-        if legs is not None:
+        if legs is not None:  # of the first names; the rest found nothing wrong
+            names = trust.legs(form, ranks)
+            legs = [one | dict(zip(("kind", "leg"), name.split(" ", 1), strict=True)) for one, name in zip([*legs, *[leg()] * len(names)], names, strict=False)]
             kit.write(log.parent.parent / f"stress_{form}.json", {"legs": legs})
         return ended
 
     monkeypatch.setattr(watchdog, "run", run)
+    monkeypatch.setattr(compiled, "ahead", lambda points: ahead.append(points) or (len(points), []))
     return asked
 
 
@@ -134,7 +142,8 @@ def test_a_gpu_never_seen_is_checked_once_before_one_launch_is_trusted(here, mon
     points = [point("staged"), point("one_launch"), point("one_launch", 8), point("one_launch", arm="tp")]
     assert trust.refusals(points, "4x GPU", 4, here) == {}
     assert asked == [("one_launch", 2, 0.5)]
-    assert trust.known("one_launch", "4x GPU", 2, here).launches == 1000
+    assert trust.known("one_launch", "4x GPU", 2, here).launches == 500 * len(trust.legs("one_launch", 2))
+    assert asked.ahead == [trust.points("one_launch", 2)], "the 30 s are for launches, not for the compiler"
     trust.refusals(points, "4x GPU", 4, here)
     assert len(asked) == 1
     trust.refusals([point("one_launch", 4)], "4x GPU", 4, here)
@@ -149,7 +158,8 @@ def test_a_gpu_never_seen_is_checked_once_before_one_launch_is_trusted(here, mon
         ([leg(expiries=1, error="rank 0 found error 2")], FINE_END, "rank 0 found error 2"),
         ([leg()], watchdog.Ended(-9, 180.0, "not done within 180 s, ended", True), "not done within 180 s"),
         (None, watchdog.Ended(-11, 3.0, "ended by SIGSEGV"), "ended by SIGSEGV"),
-        ([leg(launches=0)], FINE_END, "ended without a launch"),
+        ([leg(launches=0)] * 9, FINE_END, "ended without a launch"),
+        ([leg(), leg(launches=0)], FINE_END, "30 s were up before these legs ran: small cp/one_launch/symmetric/gathered 8k x1 P=2 graph"),
         (None, FINE_END, "ended without a launch"),
     ],
 )
@@ -185,15 +195,14 @@ def test_a_cache_that_cannot_be_written_is_done_without(here, tmp_path, monkeypa
     assert not trust.known("one_launch", "4x GPU", 4, here).trusted
 
 
-def test_the_next_stretch_goes_on_where_the_last_stopped(here, monkeypatch):
+def test_the_next_stretch_goes_on_where_the_last_stopped(here):
     """What is done stays done, what was cut goes on, what failed is tried again only when asked; analysis runs each time."""
-    monkeypatch.setattr(kit, "LEAST_S", 1.0)
     ran = here / "ran"
 
     def note(name, then="exit 0"):
         return ["sh", "-c", f"echo {name} >> {ran}; {then}"]
 
-    steps = [replace(s, limit_s=4.0 if s.resumable else 2.0) for s in kit.STEPS if s.name in ("doctor", "staged", "targets", "compilers", "page")]
+    steps = [replace(s, limit_s=4.0 if s.resumable else 2.0, usual_s=1.0) for s in kit.STEPS if s.name in ("doctor", "staged", "targets", "compilers", "page")]
     commands = {s.name: note(s.name) for s in steps}
     commands |= {"staged": note("staged", "exit 1"), "targets": note("targets", f"sleep 1; exit {kit.CUT_STATUS}")}
     state = go(here, commands, steps=steps, minutes=8 / 60)
@@ -230,7 +239,7 @@ def test_a_step_that_ends_the_kit_twice_is_given_up(here):
 def test_a_stretch_ends_in_its_time(here):
     commands = {s.name: ["sh", "-c", "sleep 30"] for s in kit.STEPS if not s.always}
     began = time.monotonic()
-    state = go(here, commands, minutes=4 / 60, steps=[replace(s, limit_s=1.5) for s in kit.STEPS], keep_s=1.0)
+    state = go(here, commands, minutes=4 / 60, steps=[replace(s, limit_s=1.5, usual_s=1.5) for s in kit.STEPS], keep_s=1.0)
     assert time.monotonic() - began < 8
     waiting = [r for r in state.steps.values() if r.status == kit.CUT]
     assert waiting and all("run the same command again" in r.why for r in waiting)
@@ -238,7 +247,7 @@ def test_a_stretch_ends_in_its_time(here):
 
 
 def test_bad_arguments_are_refused_by_name(here):
-    with pytest.raises(ValueError, match=r"minutes=2: must be 4\.3 or more"):
+    with pytest.raises(ValueError, match=r"minutes=2: must be 2\.5 or more"):
         kit.stretch(here, "node", 2)
     with pytest.raises(ValueError, match="only=.*'fitt'.*must be among doctor, footprint"):
         kit.stretch(here, "node", only=["fitt"])
@@ -296,12 +305,82 @@ def test_a_sweep_skips_a_refused_form_in_words(here, monkeypatch):
     assert row.status == "skipped" and "form 'one_launch' is refused on 1x A GPU" in row.error and "2 mismatches" in row.error
 
 
+def swept(monkeypatch, run, statuses):
+    """Stand in for the sweep: each call gives the next Points without a row the next of `statuses`; returns what was asked for."""
+    asked = []
+
+    def main(points, out, **options):
+        asked.append((points, options["commit"]))
+        for point, status in zip(points, statuses.pop(0), strict=False):
+            records.append(out / "rows.jsonl", records.Row(point, status, point.arm, "node", 1, error="" if status == "ok" else "wrong ids", **({} if status != "ok" else MEASURED)))
+        return 0
+
+    monkeypatch.setattr(sweep, "main", main)
+    return asked
+
+
+MEASURED = dict(samples_us=[1.0], rank_samples_us=[[1.0]], check={"passed": True, "rows": 1, "mismatches": 0, "against": "reference"})
+
+
+def test_a_failed_point_does_not_end_a_sweep_that_was_cut(here, monkeypatch):
+    """What was never tried comes first, then what failed, which alone fails the step."""
+    points = [Point(1024 * n, 1, arm="tp", form="staged", world=1) for n in (1, 2, 3)]
+    asked = swept(monkeypatch, here, [["failed"], ["ok"], ["ok"], ["failed"], ["ok"]])
+    with pytest.raises(kit.Cut, match="0 of 3 Points measured, 2 to come, 1 failed"):
+        kit._sweep(here, points, 60)
+    with pytest.raises(kit.Cut, match="1 of 3 Points measured, 1 to come, 1 failed"):
+        kit._sweep(here, points, 60)
+    with pytest.raises(RuntimeError, match="2 of 3 Points measured; .*wrong ids"):
+        kit._sweep(here, points, 60)
+    with pytest.raises(RuntimeError, match="wrong ids"):
+        kit._sweep(here, points, 60)
+    assert kit._sweep(here, points, 60) == ["3 of 3 Points measured"] == kit._sweep(here, points, 60)
+    assert [given for given, _ in asked] == [points, points[1:], points[2:], points[:1], points[:1]]
+
+
+def test_a_step_that_was_often_cut_is_not_given_up(here):
+    """Two deaths running give a step up; ends by its own will in between do not count."""
+    step = replace(next(s for s in kit.STEPS if s.name == "targets"), limit_s=5.0, usual_s=0.2)
+    state = kit.State.load(here, "node")
+    cut, dies = ["sh", "-c", f"exit {kit.CUT_STATUS}"], ["sh", "-c", "sleep 9"]
+    for command, expected in ((cut, kit.CUT), (cut, kit.CUT), (dies, kit.CUT), (cut, kit.CUT), (dies, kit.CUT), (dies, kit.FAILED)):
+        assert kit.take(step, state, here, 0.3, command, lambda words: None).status == expected
+
+
+def test_aiters_selector_polls_only_memory_that_passed_the_ping_pong(here, monkeypatch):
+    monkeypatch.setattr(aiter_arm, "missing_cp", lambda: "")
+    for grains in ([], ["fine-grained", pingpong.COARSE]):
+        kit.write(here / "pingpong.json", {"pairs": [{"grain": g} for g in grains]})
+        assert kit.run_step("aiter_cp", here, 60) == kit.LEFT_OUT_STATUS
+    asked = []
+    monkeypatch.setattr(aiter_arm, "run", lambda *given, **options: asked.append((given, options)) or {"arms": []})
+    kit.write(here / "pingpong.json", {"pairs": [{"grain": "fine-grained"}]})
+    assert kit.run_step("aiter_cp", here, 60) == 0 and asked == [(("cuda", 4), {"between": True})]
+    names = [s.name for s in kit.STEPS if not s.always]
+    assert names[-1] == "aiter_cp", "waits without a bound come last"
+
+
+def test_an_error_of_many_lines_is_named_in_one():
+    text = kit._shortened("NotebookFailed: 30.ipynb: PapermillExecutionError:\n" + "-" * 3000 + "\nTypeError: isfinite\n")
+    assert text.splitlines()[0] == "NotebookFailed: 30.ipynb: PapermillExecutionError: TypeError: isfinite" and len(text) <= 1500
+    assert kit._shortened("ValueError: x\ny") == "ValueError: x\ny"
+
+
+def test_kernels_are_compiled_before_what_needs_them_and_a_failure_is_said(here, monkeypatch):
+    asked = []
+    monkeypatch.setattr(compiled, "ahead", lambda points, seconds: asked.extend(points) or (18, ["exit status 1: no ptxas"]))
+    assert kit.run_step("kernels", here, 60) == 1 and "no ptxas" in kit.read(here / "said" / "kernels.json")["why"]
+    assert set(asked) >= {*trust.points("one_launch", 4), *trust.points("two_launch", 4), *kit.target_points(kit.facts(here))}
+    names = [s.name for s in kit.STEPS]
+    assert names.index("kernels") < names.index("engines") < names.index("stress_two_launch")
+
+
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory):
     """The kit on this machine's CPU with real steps and ranks, as far as seconds go."""
     run = tmp_path_factory.mktemp("rehearsal")
     names = ["doctor", "stress_one_launch", "targets", "fit", "policy", "page"]
-    return run, kit.main("node", run, only=names, device="cpu"), kit.State.of(kit.read(run / kit.STATE_FILE))
+    return run, kit.main("node", run, only=names, device="cpu", commit="c0ffee"), kit.State.of(kit.read(run / kit.STATE_FILE))
 
 
 def test_a_rehearsal_measures_and_decides(rehearsed):
@@ -318,7 +397,7 @@ def test_the_kit_runs_whole_on_a_cpu(tmp_path):
     status = kit.main("node", tmp_path, device="cpu", minutes=20)
     state = kit.State.of(kit.read(tmp_path / kit.STATE_FILE))
     assert status == 0, [(n, r.why) for n, r in state.steps.items() if r.status == kit.FAILED]
-    gpu_only = {"engines", "aiter", "stress_two_launch", "stress_one_launch", "published_cold"}
+    gpu_only = {"kernels", "engines", "aiter", "aiter_cp", "stress_two_launch", "stress_one_launch", "published_cold"}
     assert {n: r.status for n, r in state.steps.items()} == {s.name: kit.LEFT_OUT if s.name in gpu_only else kit.DONE for s in kit.STEPS}
     assert all("CPU" in state.steps[name].why for name in gpu_only)
     for folder, init in ((tmp_path, 0), (tmp_path / kit.PUBLISHED, 1)):
@@ -342,6 +421,7 @@ def test_its_page_stands_alone_and_says_every_step(rehearsed):
     assert "data:image/svg+xml" in text and not re.search(r"<(script|link)\b|src='http", text)
     for step in kit.STEPS:
         assert (f"<td>{html.escape(step.title)}</td>" in text) == (step.name in state.steps and step.name != "page")
+    assert re.search(r"commit c0ffee; python [\d.]+, torch \d.*, triton \d.*; begun 20\d\d-", text), "whose figures these are"
     assert "needs GPUs, this is a CPU" in text and "<h2>Break-even, measured</h2>" in text
 
 
