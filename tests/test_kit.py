@@ -325,7 +325,7 @@ MEASURED = dict(samples_us=[1.0], rank_samples_us=[[1.0]], check={"passed": True
 def test_a_failed_point_does_not_end_a_sweep_that_was_cut(here, monkeypatch):
     """What was never tried comes first, then what failed, which alone fails the step."""
     points = [Point(1024 * n, 1, arm="tp", form="staged", world=1) for n in (1, 2, 3)]
-    asked = swept(monkeypatch, here, [["failed"], ["ok"], ["ok"], ["failed"], ["ok"]])
+    asked = swept(monkeypatch, here, [["failed"], ["ok"], ["ok"], ["failed"], ["ok"], ["ok"], []])
     with pytest.raises(kit.Cut, match="0 of 3 Points measured, 2 to come, 1 failed"):
         kit._sweep(here, points, 60)
     with pytest.raises(kit.Cut, match="1 of 3 Points measured, 1 to come, 1 failed"):
@@ -335,7 +335,11 @@ def test_a_failed_point_does_not_end_a_sweep_that_was_cut(here, monkeypatch):
     with pytest.raises(RuntimeError, match="wrong ids"):
         kit._sweep(here, points, 60)
     assert kit._sweep(here, points, 60) == ["3 of 3 Points measured"] == kit._sweep(here, points, 60)
-    assert [given for given, _ in asked] == [points, points[1:], points[2:], points[:1], points[:1]]
+    more = [points[0].replace(context_tokens=4096), points[0].replace(context_tokens=5120)]
+    for _ in range(2):  # a time too short for even one Point finishes nothing
+        with pytest.raises(kit.Cut, match="1 of 2 Points measured, 1 to come"):
+            kit._sweep(here, more, 60)
+    assert [given for given, _ in asked[:5]] == [points, points[1:], points[2:], points[:1], points[:1]]
 
 
 def test_a_step_that_was_often_cut_is_not_given_up(here):
