@@ -201,7 +201,7 @@ def _node_check(run: Path, world: int) -> list[str]:
     random = [c["gbs"] for c in found["curve"] if c["order"] == "random"]
     if random:
         lines.append(f"random pages: {random[0]:.0f} GB/s at 1 MiB, {random[-1]:.0f} GB/s at the largest footprint")
-    lines += [f"graph, P={g['world']}: {g['us']:.2f} us a node: {g['node']}" for g in found["gaps"]]
+    lines += [f"graph, P={g['world']}: {g['us']:.2f} µs a node: {g['node']}" for g in found["gaps"]]
     return lines
 
 
@@ -265,7 +265,7 @@ def aiter_cp(run: Path, seconds: float) -> list[str]:
 
 def _aiter_lines(run: Path, name: str, found: dict[str, Any]) -> list[str]:
     write(run / name, found)
-    return [f"{a['arm']} {a['context_tokens']} x{a['batch']} P={a['world']}: {a['us']:.1f} us ({a['label']})" for a in found["arms"]]
+    return [f"{a['arm']} {a['context_tokens']} x{a['batch']} P={a['world']}: {a['us']:.1f} µs ({a['label']})" for a in found["arms"]]
 
 
 def ping_pong(run: Path, seconds: float) -> list[str]:
@@ -277,7 +277,7 @@ def ping_pong(run: Path, seconds: float) -> list[str]:
         raise LeftOut("one rank has no pair")
     found = pingpong.run(here["device"], here["ranks"])
     write(run / "pingpong.json", found)
-    lines = [f"{p['a']} to {p['b']}: {p['turn_us']:.2f} us there and back, {p['memory']} {p['grain']}" for p in found["pairs"]]
+    lines = [f"{p['a']} to {p['b']}: {p['turn_us']:.2f} µs there and back, {p['memory']} {p['grain']}" for p in found["pairs"]]
     coarse = [f"{p['a']} to {p['b']}" for p in found["pairs"] if p["grain"] == pingpong.COARSE]
     if coarse:
         why = f"the memory that peers map is coarse-grained between GPUs {', '.join(coarse)}"

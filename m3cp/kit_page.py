@@ -12,8 +12,8 @@ from typing import Any
 from m3cp import kit, records, trust
 
 PAIR_COLUMNS = {
-    "arm": "arm", "form": "form", "exchange": "exchange", "queries": "queries", "dtype": "cache", "context_tokens": "context", "batch": "batch", "mix": "mix",
-    "cache_state": "state", "tp_us": "TP µs", "cp_us": "CP µs", "ratio": "TP / CP", "ratio_low": "95%", "ratio_high": "", "verdict": "CP is",
+    "arm": "arm", "form": "form", "exchange": "exchange", "queries": "queries", "dtype": "dtype", "context_tokens": "context", "batch": "batch", "mix": "mix",
+    "cache_state": "cache", "tp_us": "TP µs", "cp_us": "CP µs", "ratio": "TP / CP", "ratio_low": "95%", "ratio_high": "", "verdict": "CP is",
 }  # fmt: skip
 STEP_COLOURS = {kit.DONE: "#1a7f37", kit.FAILED: "#b3261e", kit.CUT: "#8a6d00", kit.LEFT_OUT: "#6b6b6b"}
 
@@ -105,16 +105,16 @@ def page(run: Path) -> Path:
     )
     parts.append(f"<p>{_e(_provenance(run, state))}</p>")
     parts += ["<h2>Steps, in rising risk</h2>", _steps(state)]
+    folders = (("Targets' grid", run), ("Published shapes", run / kit.PUBLISHED))
+    parts += _section("Break-even, measured", [_note(_break_even(folders), "Tokens a request from which CP is not slower than TP of the same kernels; 95% in brackets. Replicated queries are not charged for projecting the other ranks' heads.")])
+    beside = [(name, _beside(folder)) for name, folder in folders]
+    tables = [_note(table, f"{name}: µs a call, median of the slowest rank; ids checked.") for name, table in beside]
+    parts += _section("Measured, CP beside TP", tables)
     parts += _section("Forms that wait for peers", [_table(("form", "verdict"), [(v.form, v.text) for v in trust.load(run / trust.FILE)])])
     parts += _section("Engines and AITER", [_aiter([kit.read(run / name) for name in ("aiter.json", "aiter_cp.json")])])
     parts += _section("Words between GPUs", [_pairs(kit.read(run / "pingpong.json"))])
     parts += _section("What a graph's node costs", [_gaps(run)])
     parts += _section("What compilers made", [_resources(kit.read(run / "resources.json"))])
-    folders = (("Targets' grid", run), ("Published shapes", run / kit.PUBLISHED))
-    parts += _section("Break-even, measured", [_note(_break_even(folders), "Tokens a request from which CP is not slower than TP of the same kernels; 95% in brackets.")])
-    beside = [(name, _beside(folder)) for name, folder in folders]
-    tables = [_note(table, f"{name}: µs a call, median of the slowest rank; ids checked.") for name, table in beside]
-    parts += _section("Measured, CP beside TP", tables)
     figures = sorted((run / "figures").glob("*.svg"))
     parts += _section("Figures", [_figure(path) for path in figures])
     doctor = run / "doctor.txt"
