@@ -46,6 +46,8 @@ def install(wrong: str = "", shard: bool = True) -> None:
         if wrong == "ids":
             topk_idx[0, 0, 3] = (topk_idx[0, 0].max() + 1) % 60
 
+    rows: dict[int, int] = {}  # candidate rows of each caller
+
     def topk_cp(score, peer_cand_ptrs, cp_gen, topk_idx, seq_lens, block_table, sparse_bt, sparse_ctx, max_seq_len, block_size, cand_rows=0,
                 query_len=1, init_blocks=0, local_blocks=0, num_kv_heads=1, pages_per_block=8, rank=0, world=1, num_waves=0):  # fmt: skip
         heads, tokens, width = score.shape
@@ -53,6 +55,7 @@ def install(wrong: str = "", shard: bool = True) -> None:
         assert peer_cand_ptrs.dtype == torch.int64 and peer_cand_ptrs.device.type == "cpu" and peer_cand_ptrs.numel() == world
         assert cp_gen.dtype == torch.int32 and cp_gen.numel() == 256 and cand_rows >= tokens and num_kv_heads == owned == topk_idx.shape[0]
         assert sparse_bt.shape == (tokens * owned, k * pages_per_block) and width % 64 == 0 and width * world * block_size >= max_seq_len
+        assert rows.setdefault(id(cp_gen), cand_rows) == cand_rows, "an address means one candidate for the life of the buffers"
         size = (2, world, owned, cand_rows, k)
         buffers = [torch.frombuffer((ctypes.c_int64 * int(torch.tensor(size).prod())).from_address(at), dtype=torch.int64).view(size) for at in peer_cand_ptrs.tolist()]
         cp_gen += 1
