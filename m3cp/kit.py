@@ -35,7 +35,7 @@ MOST_RANKS = 4  # one a KV head: how the model is served
 STRETCH_MINUTES = 9.0
 KEEP_S = 60.0  # of a stretch, for fit, policy, page and archive
 LATE_S = 40.0  # between a sweep's own deadline and its watchdog: ranks start, and end the group that they are at
-LEAST_S = 90.0  # that a step which can be cut is started for
+LEAST_S = 60.0  # that a step which can be cut is started for
 TRIES = 2  # running, of a step that took the kit or its time down with it
 TARGETS = [(context, batch) for context in (8192, 32768, 131072) for batch in (1, 8, 32)]
 

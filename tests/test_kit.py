@@ -247,7 +247,7 @@ def test_a_stretch_ends_in_its_time(here):
 
 
 def test_bad_arguments_are_refused_by_name(here):
-    with pytest.raises(ValueError, match=r"minutes=2: must be 2\.5 or more"):
+    with pytest.raises(ValueError, match=r"minutes=2: must be 2\.2 or more"):
         kit.stretch(here, "node", 2)
     with pytest.raises(ValueError, match="only=.*'fitt'.*must be among doctor, footprint"):
         kit.stretch(here, "node", only=["fitt"])
