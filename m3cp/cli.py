@@ -157,6 +157,9 @@ def fit(
     targets: Annotated[
         bool, typer.Option("--targets", help="Print the rows against the aims, and measured break-even, instead.")
     ] = False,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Print the indexer's share of a layer, mixed steps and the toy model instead.")
+    ] = False,
 ) -> None:
     """Fit a run's rows and draw its figures, through papermill on notebooks/20_crossover.ipynb."""
     if errors:
@@ -168,6 +171,11 @@ def fit(
         from m3cp import targets as aimed
 
         _say("fit", lambda: aimed.main(run))
+        return
+    if layers:
+        from m3cp import layers as around
+
+        _say("fit", lambda: around.main(run))
         return
     from m3cp.frames import find_run
     from m3cp.notebook import NotebookFailed, run_notebook

@@ -15,6 +15,7 @@ import numpy as np
 from m3cp.fit import ALL_TERMS, PEER_US, TWO_TERMS, CostModel, assume, fit_model, fittable, try_fit
 from m3cp.frames import CHARGED, groups, missing, overlap_words, require_same, split, timed
 from m3cp.shapes import require
+from m3cp.traffic import HIDDEN
 
 # What a CP row and its TP baseline share. Worlds are equal: each rank of TP reads the whole cache.
 PAIRED = (
@@ -49,7 +50,6 @@ SPARSE_LAYERS = 57  # of MiniMax-M3's 60
 # What projecting the other ranks' heads too costs a layer, microseconds by world: measured by others on an H200 in the
 # fused qkv and index projection (bf16, rotating weights, batches 1 to 32). Published, so assumed here.
 PROJECTION_US = {2: (0.0, "nothing above noise"), 4: (2.2, "1.9 to 2.5 µs")}
-HIDDEN = 6144  # of MiniMax-M3, for the bytes of those heads' weights
 
 ANSWERS = ("crosses", "none in range", "below range", "undecided", "extrapolated")
 

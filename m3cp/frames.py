@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from m3cp import records, traffic
-from m3cp.shapes import IndexerShape, Point
+from m3cp.shapes import LAYER_ARMS, IndexerShape, Point
 
 ROOT = records.PACKAGE.parent
 
@@ -46,10 +46,11 @@ def table(rows: Sequence[records.Row], source: str = "measured here"):
     """The frame that everything here takes: `records.frame` plus point, code_hash, units, region, boundary, source.
 
     Args:
-        rows: of any runs.
+        rows: of any runs; those of `LAYER_ARMS` are left out (`m3cp.layers` takes them).
         source: where they come from, in words, for legends: "measured here", "recorded", "synthetic", ...
     """
-    data = records.frame(list(rows))
+    rows = [row for row in rows if row.point.arm not in LAYER_ARMS]
+    data = records.frame(rows)
     data["point"] = [row.point for row in rows]
     data["code_hash"] = [row.provenance.get("code_hash", "unknown") for row in rows]
     data["units"] = [_units(row) for row in rows]
@@ -227,9 +228,11 @@ def load_run(run: str = "", root: Path | None = None) -> Loaded:
     """
     folder = find_run(run, root)
     source = "recorded" if folder.parent.name == "measured" else "measured here"
-    frame = table(records.load(folder), source=source)
-    if timed(frame).empty:
-        raise ValueError(f"run={run!r}: {folder.name} has no timed row; the first error was {frame['error'].iloc[0]!r}")
+    rows = records.load(folder)
+    if not any(row.status == "ok" and row.point.arm not in LAYER_ARMS for row in rows):
+        error = next((row.error for row in rows if row.error), "")
+        raise ValueError(f"run={run!r}: {folder.name} has no timed row of the indexer; the first error was {error!r}")
+    frame = table(rows, source=source)
     commits = sorted(set(frame["commit"]))
     return Loaded(folder.name, source, ", ".join(commits), frame)
 

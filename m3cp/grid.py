@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from m3cp import doctor, traffic
-from m3cp.shapes import ARM_FIELDS, IndexerShape, Point, require
+from m3cp.shapes import ARM_FIELDS, LAYER_ARMS, TOY_LAYERS, IndexerShape, Point, require
+from m3cp.shard import Shard
 
 START_S = 20.0  # about what starting workers takes
 # Axes of a grid, with what they are when a grid does not say. The defaults of an axis that names arms' own fields hold
@@ -122,7 +123,7 @@ def expand(grid: Mapping[str, Any], *, device: str, shape: IndexerShape | None =
 
 
 def _arm_points(arm: str, cell: Mapping[str, Any], axes: Mapping[str, Any]) -> list[Point]:
-    if cell["world"] == 1 and arm != "tp" and not arm.endswith("_tp"):
+    if cell["world"] == 1 and not arm.endswith("tp") and arm not in ("attention", "projections"):
         return []  # one rank has nobody to share with
     choices = [
         axes[axis] if name in ARM_FIELDS[arm] else [None]
@@ -285,7 +286,7 @@ def make_plan(
         record = [p for p in beneath if p in waiting]
         for p in record:
             del waiting[p]
-        plan.groups.append(Group(processes, (*beneath, *arms), (*record, *arms)))
+        plan.groups.append(Group(processes, tuple(dict.fromkeys((*beneath, *arms))), (*record, *arms)))
     for point in waiting:
         plan.groups.append(Group(point.world if point.world <= ranks else 1, (point,), (point,)))
     plan.groups.sort(
@@ -300,7 +301,7 @@ def _inputs_of(point: Point) -> Point:
 
 
 def _skip_reason(point: Point, device: str, ranks: int, memory_bytes: int | None) -> str | None:
-    if point.arm not in ("tp", "cp", "cp_local", "page_read"):
+    if point.arm not in ("tp", "cp", "cp_local", "page_read", *LAYER_ARMS):
         from m3cp import engine_kernels  # torch, which a plan of our own arms does without
 
         reason = engine_kernels.refusal(point)
@@ -314,7 +315,7 @@ def _skip_reason(point: Point, device: str, ranks: int, memory_bytes: int | None
         return "launch='graph': a CPU has no graphs"
     if point.shape.heads % point.world and point.world % point.shape.heads:
         return f"world={point.world} does not fit {point.shape.heads} heads"
-    if point.arm in ("cp", "vllm_cp", "sglang_cp"):
+    if point.arm == "cp" or point.arm.endswith("_cp") or (point.arm == "toy_tp" and point.world > 1):
         if point.world == 1:
             return "world=1: one rank has nobody to share with"
         reason = doctor.skip_reason(point.world, device, gpus=ranks, cores=ranks)
@@ -347,6 +348,7 @@ def plan_s(groups: Sequence[Group], device: str) -> float:
 
 
 def cache_bytes(point: Point) -> int:
-    """Bytes of one index-K cache of a Point, all requests together."""
+    """Bytes of one index-K cache of a Point, all requests together; of the toy model K and V too, in all its layers."""
     blocks = sum(point.shape.blocks(n) for n in traffic.context_lengths(point))
-    return blocks * point.shape.key_bytes(point.dtype)
+    toy = TOY_LAYERS * (1 + 2 * Shard(0, point.world, point.shape.heads).local_heads) if point.arm.startswith("toy_") else 1
+    return toy * blocks * point.shape.key_bytes(point.dtype)

@@ -31,7 +31,8 @@ TORN = b'{"point":{"context_tokens":'  # how every line begins, so that a torn o
 RUNTIME = ("torch", "torch_build", "triton", "nccl", "rccl")  # versions that make a measurement another one
 PACKAGE = Path(__file__).parent
 # The measuring path: a change in any of these files makes older rows another experiment.
-MEASURING = ("shapes.py", "shard.py", "keys.py", "reference.py", "inputs.py", "kernels", "exchange.py", "decode.py", "engine_kernels.py", "timing.py", "worker.py")
+MEASURING = ("shapes.py", "shard.py", "keys.py", "reference.py", "inputs.py", "kernels", "exchange.py", "decode.py", "engine_kernels.py", "timing.py", "worker.py",
+             "attention.py", "indexer.py", "prefill.py", "toy.py", "layer_arms.py")
 
 
 class CannotWrite(OSError):
@@ -61,7 +62,7 @@ class Row:
         cache_state: "cold" or "warm": what the bytes touched make it, whatever was asked for.
         footprint_over_l2, footprint_over_llc: distinct bytes a rank touches before it meets the same page again, over
             the L2 and the last-level cache.
-        bytes_read, distinct_bytes_read: index-key bytes a call on the busiest rank.
+        bytes_read, distinct_bytes_read: bytes a call on the busiest rank: index keys, or what `traffic.bytes_read` says of the arm.
         bytes_exchanged: bytes a rank sends to each peer, {"queries": ..., "candidates": ...}.
         limit_us: distinct bytes over the run's best page-read bandwidth; computed; None when that was not measured.
         page_read_us: measured floor of the same shape in the same run; None when that was not measured.

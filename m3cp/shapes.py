@@ -32,7 +32,16 @@ ARM_FIELDS: dict[str, tuple[str, ...]] = {
     "vllm_cp": ("exchange", "queries"),
     "sglang_tp": (),
     "sglang_cp": ("exchange", "queries"),
+    "attention": (),
+    "projections": (),
+    "mixed_tp": ("form",),
+    "mixed_cp": ("form", "exchange", "queries"),
+    "toy_tp": ("form",),
+    "toy_cp": ("form", "exchange", "queries"),
 }
+# What stands around the indexer in a sparse layer (`m3cp.layer_arms`): never in a fit, a policy or a comparison of paths.
+LAYER_ARMS = ("attention", "projections", "mixed_tp", "mixed_cp", "toy_tp", "toy_cp")
+TOY_LAYERS = 3  # of the toy model that arms toy_tp and toy_cp time
 
 
 def require(name: str, value: Any, allowed: bool, what: str) -> None:
@@ -107,7 +116,8 @@ class Point:
         query_len: query tokens a request, 1 to 8.
         shape: the indexer's constants.
         max_context: the bound, in tokens, that shapes grids and buffers.
-        arm: what is timed: "tp", "cp", "cp_local", "page_read", or an engine's kernels ("vllm_tp", ...).
+        arm: what is timed: "tp", "cp", "cp_local", "page_read", an engine's kernels ("vllm_tp", ...), or what stands
+            around the indexer: "attention", "projections", "mixed_tp", "mixed_cp", "toy_tp", "toy_cp" (`m3cp.layer_arms`).
         form: "staged", "two_launch" or "one_launch".
         exchange: "collective" or "symmetric".
         queries: "gathered" or "replicated".
@@ -162,12 +172,21 @@ class Point:
                 require(name, value, value is None, f"None: arm {self.arm!r} does not use it")
         if self.arm in ("vllm_cp", "sglang_cp"):
             require("queries", self.queries, self.queries == "gathered", f"'gathered': the engine of arm {self.arm!r} gathers them")
+        if "form" in used and "exchange" in used and self.form != "staged":
+            require("exchange", self.exchange, self.exchange == "symmetric", f"'symmetric' for form {self.form!r}")
+        if self.arm in LAYER_ARMS:
+            require("query_len", self.query_len, self.query_len == 1, f"1 for arm {self.arm!r}")
+            require("shared_prefix_tokens", prefix, prefix == 0, f"0 for arm {self.arm!r}")
+        if self.arm.startswith("mixed_"):
+            require("launch", self.launch, self.launch == "eager", f"'eager' for arm {self.arm!r}: a step with prefill rows is not captured")
+        if self.arm.startswith("toy_"):
+            require("dtype", self.dtype, self.dtype == "bf16", f"'bf16' for arm {self.arm!r}")
+            require("rows_padded", self.rows_padded, self.rows_padded == 0, f"0 for arm {self.arm!r}")
+            require("world", self.world, self.world <= self.shape.heads, f"at most the {self.shape.heads} heads for arm {self.arm!r}")
         threshold = self.threshold_blocks
         if self.arm == "cp":
             ok = threshold is None or (_is_int(threshold) and threshold >= 0)
             require("threshold_blocks", threshold, ok, "None or a number of blocks >= 0")
-            if self.form != "staged":
-                require("exchange", self.exchange, self.exchange == "symmetric", f"'symmetric' for form {self.form!r}")
         else:
             require("threshold_blocks", threshold, threshold is None, f"None: arm {self.arm!r} does not use it")
 

@@ -10,9 +10,11 @@ import math
 import random
 from dataclasses import dataclass
 
-from m3cp.shapes import Point
+from m3cp.shapes import LAYER_ARMS, TOY_LAYERS, Point
 from m3cp.shard import Shard
 
+HIDDEN = 6144  # MiniMax-M3's hidden size
+GROUP = 16  # and its query heads a KV head
 QUERY_BYTES = 2  # bf16 or fp16 queries
 CANDIDATE_BYTES = 8  # one int64 key
 AGENTIC_SPREAD = 1.33  # mean of ln(max/min) of the contexts in an agentic batch
@@ -99,27 +101,53 @@ def distinct_blocks_read(point: Point, rank: int) -> int:
 
 
 def bytes_read(point: Point, rank: int | None = None) -> int:
-    """Index-key bytes requested by `rank` in one call; of the busiest rank when None."""
-    return _worst(point, rank, blocks_read) * point.shape.key_bytes(point.dtype)
+    """Bytes requested by `rank` in one call; of the busiest rank when None.
+
+    Index keys; of arms "attention" and "projections" the chosen blocks' K and V and the weights; of the toy's arms index keys
+    and the chosen blocks' K and V of all layers (weights left out); of the mixed arms the decode rows' index keys.
+    """
+    return _bytes(point, _worst(point, rank, blocks_read))
 
 
 def distinct_bytes_read(point: Point, rank: int | None = None) -> int:
-    """Index-key bytes that `rank` touches in one call, each page once; of the busiest rank when None."""
-    return _worst(point, rank, distinct_blocks_read) * point.shape.key_bytes(point.dtype)
+    """As `bytes_read`, each page once."""
+    return _bytes(point, _worst(point, rank, distinct_blocks_read))
+
+
+def attention_bytes(point: Point) -> int:
+    """Bytes of the K and V that one rank's heads read in one layer: every row's chosen blocks, query_len 1."""
+    shape, heads = point.shape, Shard(0, point.world, point.shape.heads).local_heads
+    chosen = sum(min(shape.topk, shape.blocks(tokens)) for tokens in context_lengths(point))
+    return chosen * heads * 2 * shape.key_bytes(point.dtype)
+
+
+def projection_widths(point: Point) -> tuple[int, int]:
+    """(columns of the weights before attention, rows of those behind it) of one rank's share of a layer.
+
+    Before: `GROUP` query heads, a key and a value head and an index query a KV head, and the one index key.
+    """
+    heads = Shard(0, point.world, point.shape.heads).local_heads
+    return (heads * (GROUP + 3) + 1) * point.shape.head_dim, heads * GROUP * point.shape.head_dim
+
+
+def projection_bytes(point: Point) -> int:
+    """Bytes of one rank's projection weights of a layer, bf16, between `HIDDEN` and `projection_widths`."""
+    return HIDDEN * sum(projection_widths(point)) * 2
 
 
 def bytes_exchanged(point: Point) -> dict[str, int]:
     """Bytes that one rank sends to each of its peers in one call of arm "cp": {"queries": ..., "candidates": ...}.
 
     Collective gathers carry every head's candidates to every rank: `heads * topk * 8` bytes a token.
-    Other arms exchange nothing.
+    Arm "toy_cp" does so in each of its layers. Other arms exchange nothing.
     """
     if not point.arm.endswith("cp") or point.world == 1:
         return {"queries": 0, "candidates": 0}
     tokens = (point.batch + point.rows_padded) * point.query_len
     shard = Shard(0, point.world, point.shape.heads)
+    layers = TOY_LAYERS if point.arm == "toy_cp" else 1
     queries = tokens * shard.local_heads * point.shape.head_dim * QUERY_BYTES if point.queries == "gathered" else 0
-    return {"queries": queries, "candidates": tokens * point.shape.heads * point.shape.topk * CANDIDATE_BYTES}
+    return {"queries": layers * queries, "candidates": layers * tokens * point.shape.heads * point.shape.topk * CANDIDATE_BYTES}
 
 
 def limit_us(point: Point, node: Node) -> float:
@@ -128,8 +156,11 @@ def limit_us(point: Point, node: Node) -> float:
 
 
 def floor_point(point: Point) -> Point:
-    """The `page_read` Point that reads the same pages: the measured floor of the Point's arm."""
-    if point.arm == "page_read":
+    """The `page_read` Point that reads the same pages: the measured floor of the Point's arm.
+
+    The Point itself where there is none: a floor, or an arm that reads more than index keys.
+    """
+    if point.arm == "page_read" or point.arm in LAYER_ARMS:
         return point
     return point.replace(arm="page_read", form=None, exchange=None, queries=None, threshold_blocks=None, world=shards(point))
 
@@ -137,6 +168,16 @@ def floor_point(point: Point) -> Point:
 def shards(point: Point) -> int:
     """Number of shards that the cache is read in: the world size for CP arms and their floor, 1 for TP arms."""
     return 1 if point.arm.endswith("tp") else point.world
+
+
+def _bytes(point: Point, blocks: int) -> int:
+    """Of a call whose index-key blocks these are."""
+    keys = blocks * point.shape.key_bytes(point.dtype)
+    if point.arm == "attention":
+        return attention_bytes(point)
+    if point.arm == "projections":
+        return projection_bytes(point)
+    return TOY_LAYERS * (keys + attention_bytes(point)) if point.arm.startswith("toy_") else keys
 
 
 def _owned(point: Point, rank: int, first: int, last: int) -> int:

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from m3cp import engine_kernels, inputs, records, reference, timing, traffic
+from m3cp import engine_kernels, inputs, layer_arms, records, reference, timing, traffic
 from m3cp.decode import CPDecode, CPLocal, TPDecode
 from m3cp.exchange import CollectiveExchange, SymmetricExchange
 from m3cp.kernels import page_read as page_read_op
-from m3cp.shapes import IndexerShape, Point
+from m3cp.shapes import LAYER_ARMS, IndexerShape, Point
 from m3cp.shard import Shard
 from m3cp.testing import overlap_bf16
 
@@ -334,12 +334,13 @@ class Arm:
     """One Point made ready: checked, and able to run its calls.
 
     Args:
-        calls: one rotation.
+        calls: one rotation; as many as the group's plan has, but for the toy's and the projections'.
         path, stages, launches, collectives: of what runs.
         check: as a row has it.
         verify: makes that check of what the calls last wrote, and spoils it for the next time.
         rotation_us: host time of one rotation without graphs.
         best: an engine's arm at the fastest of its launch settings, where that is not the engine's own.
+        footprint_bytes: distinct bytes of a rotation, where they are not those of the plan's caches.
     """
 
     point: Point
@@ -353,6 +354,7 @@ class Arm:
     extra: dict[str, Any] = field(default_factory=dict)
     rotation_us: float = 0.0
     best: Arm | None = None
+    footprint_bytes: int | None = None
 
 
 class Expected:
@@ -551,6 +553,16 @@ def prepare_page_read(place: Place, point: Point, problem: inputs.Problem, plan:
     return Arm(point, calls_of(best), "page_read", ["page_read"], {}, verify, 1, 0, extra)
 
 
+def prepare_layer(place: Place, point: Point, problem: inputs.Problem, plan: timing.CachePlan, expected: Expected) -> Arm:
+    """An arm of what stands around the indexer."""
+    rank, device = place.peers.rank, place.device
+    made = layer_arms.prepare(
+        point, problem, plan, expected.ids, rank=rank, device=device, llc_bytes=place.llc_bytes,
+        make=lambda inner: make_decode(inner, rank, device),
+    )  # fmt: skip
+    return Arm(point=point, check={}, **made)
+
+
 def refuse_same_path(arms: list[Arm]) -> None:
     """Raise when two different arms would run the same code: a comparison of a path with itself says nothing.
 
@@ -627,12 +639,12 @@ class Sweep:
             if self.place.on_gpu:
                 torch.cuda.empty_cache()
                 room = int(torch.cuda.mem_get_info()[0] * 0.7)
-                wanted = max(POOL_BYTES["cuda"], max(inputs.pages_of_a_cache(p) * page for p in same))
+                wanted = max(POOL_BYTES["cuda"], max(layer_arms.pool_pages(p) * page for p in same))
             else:
                 room = int(_host_memory_bytes() * 0.5 / self.peers.world)
                 needs = [self.rotation_bytes(p, page) for p in same]
                 wanted = min(
-                    max(needs) * 5 // 4, max(POOL_BYTES["cpu"], max(inputs.pages_of_a_cache(p) * page for p in same))
+                    max(needs) * 5 // 4, max(POOL_BYTES["cpu"], max(layer_arms.pool_pages(p) * page for p in same))
                 )
             pages = min(self.peers.exchange(max(1, min(room, wanted) // page)))
             dtype = inputs.TORCH_DTYPES[first.dtype]
@@ -649,7 +661,7 @@ class Sweep:
         plan = timing.plan_caches(
             point.cache, lightest_bytes([point]), self.place.llc_bytes, room=timing.MOST_CALLS, least_calls=1
         )
-        return plan.caches * inputs.pages_of_a_cache(point) * page
+        return plan.caches * layer_arms.pool_pages(point) * page
 
     def group(self, points: list[Point], ahead: Iterable[Point]) -> list[records.Row]:
         """Build, check and time arms over the same inputs; a row for every Point."""
@@ -680,7 +692,7 @@ class Sweep:
         together(lambda: refuse_same_path(list(arms.values())))
         if arms:
             for arm in arms.values():
-                if overlap is not None and arm.point.arm != "page_read":
+                if overlap is not None and arm.point.arm not in ("page_read", "attention", "projections"):
                     arm.extra["overlap_bf16"] = overlap
             timed = self.timed([a for arm in arms.values() for a in (arm, arm.best) if a], plan, graphs)
             for point, arm in arms.items():
@@ -705,6 +717,8 @@ class Sweep:
             raise Failed("launch='graph': a CPU has no graphs; allowed here: eager")
         if point.arm == "page_read":
             arm = together(lambda: prepare_page_read(place, point, problem, plan))
+        elif point.arm in LAYER_ARMS:
+            arm = together(lambda: prepare_layer(place, point, problem, plan, expected))
         else:
             arm = together(lambda: prepare_decode(place, point, problem, plan, expected))
         arm.check = self.agreed(together(lambda: run_once(arm)))
@@ -796,7 +810,7 @@ class Sweep:
             replays, rounds = timing.replay_counts(asked, rotation_us)
             counts[name] = replays
             runs[name] = timing.timed_replays(
-                graphs[name].replay, calls=plan.calls, replays=replays, align=place.align, hold=place.hold, timer=timer
+                graphs[name].replay, calls=len(calls), replays=replays, align=place.align, hold=place.hold, timer=timer
             )
         samples = together(lambda: timing.measure(self._beating(runs), rounds))
         after = {
@@ -809,7 +823,7 @@ class Sweep:
             each = [[us - e for us in r[name]] for r, e in zip(ranks, evict_us, strict=True)]
             arm.check["rows"] += after[name]["rows"]
             values.append({
-                "rank_samples_us": each, "calls_per_replay": plan.calls, "replays_per_round": counts[name],
+                "rank_samples_us": each, "calls_per_replay": len(arm.calls), "replays_per_round": counts[name],
                 "evict_us": max(evict_us) if evict is not None else None,
             })  # fmt: skip
         for graph in graphs.values():
@@ -831,7 +845,7 @@ class Sweep:
         for (name, arm), check in zip(zip(runs, arms, strict=True), after, strict=True):
             arm.check["rows"] += check["rows"]
             values.append({
-                "rank_samples_us": [r[name] for r in ranks], "calls_per_replay": plan.calls if place.on_gpu else 1, "replays_per_round": 1,
+                "rank_samples_us": [r[name] for r in ranks], "calls_per_replay": len(arm.calls) if place.on_gpu else 1, "replays_per_round": 1,
                 "evict_us": 0.0 if evict is not None else None,  # it stands outside the clock
             })  # fmt: skip
         return values
@@ -851,8 +865,10 @@ class Sweep:
             for call in arm.calls:
                 call()
 
+        # Whole steps count what launching them costs: nothing is queued ahead of them.
+        hold = (lambda: None) if arm.point.arm.startswith("mixed_") else place.hold
         return timing.timed_replays(
-            rotation, calls=plan.calls, replays=1, align=place.align, hold=place.hold, timer=timing.DeviceTimer()
+            rotation, calls=len(arm.calls), replays=1, align=place.align, hold=hold, timer=timing.DeviceTimer()
         )
 
     def _beating(self, runs: dict[str, Callable[[], list[float]]]) -> dict[str, Callable[[], list[float]]]:
@@ -871,7 +887,8 @@ class Sweep:
         point, place = arm.point, self.place
         samples = timing.slowest(rank_samples_us)
         busiest = traffic.distinct_bytes_read(point)
-        touched = plan.caches * busiest + (place.evict_bytes if plan.evict else 0)
+        touched = (arm.footprint_bytes or plan.caches * busiest) + (place.evict_bytes if plan.evict else 0)
+        cold = plan.cold and (arm.footprint_bytes is None or touched > timing.COLD_OVER_LLC * place.llc_bytes)
         node = traffic.Node(
             self.job["node"], self._rates["page_gbs"], place.llc_bytes, self._rates["sequential_gbs"], place.peak_gbs
         )
@@ -885,7 +902,7 @@ class Sweep:
                 raise ValueError(
                     f"a median of {timing.median(samples):.2f} us: the evicting read that was subtracted took longer than the calls behind it"
                 )
-            if plan.cold:
+            if cold:
                 timing.refuse_impossible(busiest, timing.median(samples), place.peak_gbs)
         except ValueError as error:
             problem = problem or str(error)
@@ -894,7 +911,7 @@ class Sweep:
         return records.Row(
             point=point, status="ok", path=arm.path, node=self.job["node"], ranks=self.peers.world, timed_region=arm.stages,
             samples_us=samples, rank_samples_us=rank_samples_us, caches=plan.caches,
-            pool_bytes=self._pool[1].numel() * self._pool[1].element_size(), cache_state="cold" if plan.cold else "warm",
+            pool_bytes=self._pool[1].numel() * self._pool[1].element_size(), cache_state="cold" if cold else "warm",
             footprint_over_l2=touched / place.l2_bytes if place.l2_bytes else None, footprint_over_llc=touched / place.llc_bytes,
             bytes_read=traffic.bytes_read(point), distinct_bytes_read=busiest, bytes_exchanged=traffic.bytes_exchanged(point),
             limit_us=traffic.limit_us(point, node), check=arm.check, launches=arm.launches, collectives=arm.collectives,

@@ -7,11 +7,12 @@ import ranks as ranks_module
 import torch
 import torch.distributed as dist
 from ranks import Ranks
-from toy_m3 import Size, ToyM3, generate
+from toy_m3 import generate
 
 from m3cp.decode import CPDecode, TPDecode
 from m3cp.exchange import CollectiveExchange, SymmetricExchange
 from m3cp.shard import Shard
+from m3cp.toy import Size, ToyM3
 
 WAYS = {
     "tp": lambda *given, **bounds: TPDecode(*given, **bounds),

@@ -49,12 +49,13 @@ def main(draft: int) -> None:
 
     import torch
     import torch.distributed as dist
-    from toy_m3 import Size, ToyM3, generate
+    from toy_m3 import generate
 
     from m3cp.decode import CPDecode, TPDecode
     from m3cp.exchange import CollectiveExchange, SymmetricExchange
     from m3cp.shapes import IndexerShape
     from m3cp.shard import Shard
+    from m3cp.toy import Size, ToyM3
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))

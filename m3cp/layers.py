@@ -1,0 +1,182 @@
+"""What share of a sparse layer the indexer is, what CP costs in eager mixed steps, and a toy model's time per token.
+
+The rows are those of `shapes.LAYER_ARMS` (`m3cp.layer_arms` says what each times) beside the indexer's own rows of the
+same run; nothing is fitted. `frames.table` leaves these arms out, so no fit, policy or figure of paths meets them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from m3cp import crossover, frames, records
+from m3cp.shapes import LAYER_ARMS, TOY_LAYERS, Point, require, tokens_text
+
+
+@dataclass(frozen=True)
+class Share:
+    """One way to choose blocks in one layer of one shape; microseconds a call.
+
+    Args:
+        point: of the indexer's row.
+        attention_of_limit: attention's time over that of its bytes at the run's page-read rate.
+        projections_us: None where they were not measured; then they are no part of the layer.
+    """
+
+    point: Point
+    indexer_us: float
+    attention_us: float
+    attention_of_limit: float
+    projections_us: float | None
+
+    @property
+    def share(self) -> float:
+        """The indexer over indexer, attention and, where measured, projections."""
+        return self.indexer_us / (self.indexer_us + self.attention_us + (self.projections_us or 0.0))
+
+
+@dataclass(frozen=True)
+class Change:
+    """What CP changes of one thing that was measured whole, beside what the indexer's rows alone change; microseconds.
+
+    Args:
+        point: of the CP row.
+        tp_us, cp_us: of a whole step, or of a toy's step.
+        half_us: half of the 95% interval of their difference, from the rounds; infinite for a single one.
+        indexer_us: CP - TP of the indexer's rows at the same shape.
+    """
+
+    point: Point
+    tp_us: float
+    cp_us: float
+    half_us: float
+    indexer_us: float
+
+
+def _cell(point: Point) -> tuple:
+    return tuple(getattr(point, n) for n in ("context_tokens", "batch", "mix", "rows_padded", "world", "dtype", "max_context", "cache", "seed", "shape"))
+
+
+def _way(point: Point) -> tuple:
+    return point.form, point.exchange, point.queries
+
+
+def read(run: str = "") -> tuple[str, list[records.Row]]:
+    """A run's name and its timed rows, the newest of each Point.
+
+    Raises:
+        ValueError: no row of these arms, or rows of several machines or code versions.
+        FileNotFoundError: no such run.
+    """
+    folder = frames.find_run(run)
+    rows = list({r.point: r for r in records.scan(folder) if r.status == "ok"}.values())
+    require("run", run, any(r.point.arm in LAYER_ARMS for r in rows), f"a run with rows of {', '.join(LAYER_ARMS)}: `m3cp sweep data/grids/layers.json` measures them")
+    kinds = {(r.node, r.provenance.get("code_hash", "unknown")) for r in rows}
+    require("run", run, len(kinds) == 1, f"of one machine and one code version, found {sorted(kinds)}")
+    return folder.name, rows
+
+
+def shares(rows: Sequence[records.Row]) -> list[Share]:
+    """The indexer's share for every TP and CP row that has an attention row at its shape."""
+    attention = {_cell(r.point): r for r in rows if r.point.arm == "attention"}
+    products: dict[tuple, list[float]] = {}
+    for r in rows:
+        if r.point.arm == "projections":  # neither the context nor the cache's type matters to them
+            products.setdefault(_products(r.point), []).append(r.median_us)
+    found = []
+    for r in rows:
+        beside = attention.get(_cell(r.point))
+        if r.point.arm in ("tp", "cp") and r.point.threshold_blocks is None and beside and beside.point.launch == r.point.launch:
+            us = products.get(_products(r.point))
+            found.append(Share(r.point, r.median_us, beside.median_us, beside.median_us / beside.limit_us, statistics.median(us) if us else None))
+    return sorted(found, key=lambda s: (s.point.world, s.point.dtype, s.point.context_tokens, s.point.batch, s.point.arm != "tp", s.point.label))
+
+
+def _products(point: Point) -> tuple:
+    return point.batch + point.rows_padded, point.world, point.shape, point.cache, point.launch
+
+
+def changes(rows: Sequence[records.Row], kind: str) -> list[Change]:
+    """CP - TP of the whole thing beside that of the indexer's rows, for every pair that has both.
+
+    Args:
+        kind: "mixed" (the indexer's rows replay graphs where they can) or "toy".
+    """
+    whole = {_cell(r.point) + (r.point.form,): r for r in rows if r.point.arm == f"{kind}_tp"}
+    index = {(_cell(r.point), r.point.arm, *_way(r.point)): r for r in _graphs_last(rows) if r.point.arm in ("tp", "cp") and r.point.threshold_blocks is None}
+    found = []
+    for r in rows:
+        point = r.point
+        tp = whole.get(_cell(point) + (point.form,)) if point.arm == f"{kind}_cp" else None
+        ours = index.get((_cell(point), "cp", *_way(point))), index.get((_cell(point), "tp", point.form, None, None))
+        if tp is not None and all(ours):
+            found.append(Change(point, tp.median_us, r.median_us, _half_us(tp, r), ours[0].median_us - ours[1].median_us))
+    return sorted(found, key=lambda c: (c.point.world, c.point.context_tokens, c.point.batch, c.point.label))
+
+
+def _graphs_last(rows: Sequence[records.Row]) -> Iterator[records.Row]:
+    yield from sorted(rows, key=lambda r: r.point.launch == "graph")
+
+
+def _half_us(tp: records.Row, cp: records.Row) -> float:
+    """Of the difference of two means over the rounds, which alternate."""
+    errors = [statistics.variance(r.samples_us) / len(r.samples_us) if len(r.samples_us) > 1 else math.inf for r in (tp, cp)]
+    return 1.96 * math.sqrt(sum(errors))
+
+
+def _where(point: Point) -> str:
+    extra = "".join(f", {w}" for w in (point.dtype * (point.dtype != "bf16"), point.mix * (point.mix != "uniform")) if w)
+    return f"{tokens_text(point.context_tokens)}, {point.batch}{extra}"
+
+
+def _name(point: Point) -> str:
+    way = ", ".join(str(v).replace("_", " ") for v in _way(point) if v)
+    return f"{'CP' if point.arm.endswith('cp') else 'TP'} {way}"
+
+
+def _around(change_us: float, half_us: float) -> str:
+    return f"{change_us:+.1f}" + (f" ± {half_us:.1f}" if math.isfinite(half_us) else "")
+
+
+def main(run: str = "") -> list[str]:
+    """What `m3cp fit --layers` prints: the shares, mixed steps, and the toy's measured change beside the predicted one.
+
+    Raises:
+        ValueError, FileNotFoundError: as `read`.
+    """
+    from m3cp.serving import Setting
+
+    name, rows = read(run)
+    lines = [f"{name}: {rows[0].node}; microseconds a call, slowest rank, median of the rounds"]
+    table = [
+        [_where(s.point), str(s.point.world), _name(s.point), f"{s.indexer_us:.1f}", f"{s.attention_us:.1f}", f"{s.attention_of_limit:.2f}x",
+         "-" if s.projections_us is None else f"{s.projections_us:.1f}", f"{s.share:.0%}"]
+        for s in shares(rows)
+    ]  # fmt: skip
+    if table:
+        head = ["context, batch", "P", "indexer", "indexer µs", "attention µs", "of its limit", "projections µs", "indexer's share"]
+        note = "A sparse layer here is the indexer, attention over the chosen blocks and the projections (- : not measured, and left out); experts, norms and sums over ranks are left out."
+        lines += ["", *crossover.markdown(head, table), "", note]
+    table = [
+        [_where(c.point), str(c.point.world), _name(c.point), f"{c.tp_us:.1f}", f"{c.cp_us:.1f}", _around(c.cp_us - c.tp_us, c.half_us),
+         f"{c.indexer_us:+.1f}", _around(c.cp_us - c.tp_us - c.indexer_us, c.half_us)]
+        for c in changes(rows, "mixed")
+    ]  # fmt: skip
+    if table:
+        head = ["context, batch", "P", "decode rows by", "step with TP µs", "with CP µs", "CP - TP", "CP - TP of decode alone", "eager extra"]
+        chunks = sorted({r.extra["chunk_tokens"] for r in rows if r.point.arm.startswith("mixed_")})
+        note = f"Whole steps: all decode rows and a prefill chunk of {', '.join(map(str, chunks))} tokens behind them, eager, launched onto an idle device (95% intervals). \"Eager extra\" is what `serving.Setting.eager_extra_us` takes."
+        lines += ["", *crossover.markdown(head, table), "", note]
+    setting = Setting(layers=TOY_LAYERS)
+    table = [
+        [_where(c.point), str(c.point.world), _name(c.point), f"{c.tp_us / 1e3:.3f}", f"{c.cp_us / 1e3:.3f}",
+         f"{(c.cp_us - c.tp_us) / 1e3:+.4f}" + (f" ± {c.half_us / 1e3:.4f}" if math.isfinite(c.half_us) else ""), f"{setting.change_ms(c.indexer_us):+.4f}"]
+        for c in changes(rows, "toy")
+    ]  # fmt: skip
+    if table:
+        head = ["context, batch", "P", "toy M3 with", "TP ms a token", "CP ms a token", "CP - TP, measured", "predicted"]
+        note = f"The toy M3: {TOY_LAYERS} layers with indexer, attention, projections and a dense MLP; the prediction is `serving.Setting(layers={TOY_LAYERS})` over the indexer's rows of this run (95% intervals of what was measured). With replicated queries the toy pays for projecting the other ranks' heads, the prediction does not."
+        lines += ["", *crossover.markdown(head, table), "", note]
+    return lines

@@ -1,0 +1,189 @@
+"""What stands around the indexer: rows from a real sweep on a CPU, checks that can fail, the tables of planted rows."""
+
+import json
+
+import numpy as np
+import pytest
+import synthetic
+import torch
+from typer.testing import CliRunner
+
+from m3cp import cli, crossover, frames, inputs, layer_arms, layers, records, sweep, timing, toy, traffic, worker
+from m3cp import grid as planning
+from m3cp.shapes import LAYER_ARMS, IndexerShape, Point
+
+SMALL = IndexerShape(heads=2, head_dim=64, block_size=64, topk=4)
+CPU = torch.device("cpu")
+
+
+def point(arm, world=1, dtype="bf16", context_tokens=700, **fields):
+    ways = {"form": "staged", "exchange": "collective", "queries": "gathered"}
+    ways = {name: ways[name] for name in planning.ARM_FIELDS[arm]}
+    return Point(context_tokens, 2, world=world, arm=arm, dtype=dtype, shape=SMALL, max_context=1024, cache="warm", launch="eager", **(ways | fields))
+
+
+POINTS = [point(arm, 2) for arm in ("tp", "cp", *LAYER_ARMS)] + [point("mixed_cp", 2, queries="replicated"), point("attention", 2, "fp8_e4m3fn")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layers") / "run"
+    assert sweep.main(grid=POINTS, device="cpu", out=folder) == 0
+    return folder
+
+
+def test_every_arm_has_a_checked_row(run):
+    rows = {r.point: r for r in records.load(run)}
+    assert set(rows) == set(POINTS)
+    for p, row in rows.items():
+        assert row.status == "ok" and row.check["mismatches"] == 0 < row.check["rows"] and row.median_us > 0, row
+        assert row.bytes_read == row.distinct_bytes_read == traffic.bytes_read(p)
+        assert row.limit_us == pytest.approx(row.bytes_read / (row.extra["page_gbs"] * 1e3))
+        assert (row.page_read_us is None) == (p.arm in LAYER_ARMS)
+        assert row.path == {"mixed": p.arm[6:], "toy": p.arm[4:]}.get(p.arm.split("_")[0], p.arm) and row.ranks == 2
+    assert rows[point("mixed_cp", 2)].timed_region[-1] == "prefill" and rows[point("mixed_cp", 2)].extra["chunk_tokens"] == 64
+    assert rows[point("toy_cp", 2)].extra == rows[point("toy_tp", 2)].extra
+
+
+def test_the_command_prints_shares_mixed_steps_and_the_toy(run):
+    said = CliRunner().invoke(cli.app, ["fit", str(run), "--layers"])
+    assert said.exit_code == 0, said.output
+    lines = said.output.splitlines()
+    assert sum(line.startswith("| 700, 2 | 2 | TP staged |") for line in lines) == 1
+    assert sum(line.startswith("| 700, 2 | 2 | CP staged, collective, gathered |") for line in lines) == 3
+    assert "a prefill chunk of 64 tokens" in said.output and "serving.Setting(layers=3)" in said.output
+
+
+def test_no_fit_and_no_figure_of_paths_meets_these_rows(run):
+    found = frames.load_run(str(run))
+    assert sorted(found.frame["arm"]) == ["cp", "tp"]
+    rows = records.load(run)
+    assert sorted(frames.table(rows)["arm"]) == ["cp", "tp"]
+    assert [len(c.pairs) for c in crossover.comparisons(frames.table(rows), draws=2)] == [1]
+
+
+def test_a_run_of_these_rows_alone_says_so(run, tmp_path):
+    records.append(tmp_path, *(r for r in records.load(run) if r.point.arm in LAYER_ARMS))
+    with pytest.raises(ValueError, match="has no timed row of the indexer"):
+        frames.load_run(str(tmp_path))
+
+
+def made(arm, world=1, dtype="bf16"):
+    p = point(arm, world, dtype)
+    plan = timing.CachePlan(2, 4, False, False)
+    pool = inputs.make_pool(SMALL, inputs.TORCH_DTYPES[dtype], CPU, pages=200, seed=0)
+    problem = inputs.build(p, CPU, caches=2, pool=pool)
+    ids = worker.Expected(problem, plan, 4000).ids
+    return layer_arms.prepare(p, problem, plan, ids, rank=0, device=CPU, llc_bytes=1 << 20, make=lambda inner: worker.make_decode(inner, 0, CPU))
+
+
+@pytest.mark.parametrize(
+    "arm, world, dtype", [("attention", 1, "bf16"), ("attention", 2, "fp8_e4m3fn"), ("projections", 2, "bf16"), ("mixed_tp", 1, "bf16"), ("toy_tp", 1, "bf16")]
+)
+def test_what_was_not_written_again_is_wrong(arm, world, dtype):
+    """Calls give the right answer each time they run; a check spoils it, so a call that does not run is found."""
+    arm = made(arm, world, dtype)
+    for _ in range(2):
+        for call in arm["calls"]:
+            call()
+        check = arm["verify"]()
+        assert check["passed"] and check["rows"] > 0
+    for call in arm["calls"][1:]:
+        call()
+    check = arm["verify"]()
+    assert not check["passed"] and 0 < check["mismatches"] < check["rows"]
+
+
+@pytest.mark.parametrize("module, arm", [(layer_arms, "attention"), (toy, "toy_tp")])
+def test_one_block_that_attention_loses_is_found(monkeypatch, module, arm):
+    real = made(arm)
+    attend = module.sparse_attention
+
+    def loses(q, k, v, table, lens, ids):
+        ids = ids.clone()
+        ids[0, 0, 1] = -1
+        return attend(q, k, v, table, lens, ids)
+
+    monkeypatch.setattr(module, "sparse_attention", loses)
+    for call in real["calls"]:
+        call()
+    assert not real["verify"]()["passed"]
+
+
+def test_wrong_ids_are_no_base_for_attention(monkeypatch):
+    real = worker.TPDecode.__call__
+    monkeypatch.setattr(worker.TPDecode, "__call__", lambda *given, **named: real(*given, **named).flip(2))
+    with pytest.raises(ValueError, match="wrong ids before attention: .* rows differ from the reference"):
+        made("attention")
+
+
+def test_bytes_of_what_stands_around():
+    """Two requests of 700 tokens, 11 blocks each, 4 chosen; one of two heads on a rank; 64 x 64 elements of 2 bytes a block."""
+    block = 64 * 64 * 2
+    assert traffic.bytes_read(point("attention", 2)) == 2 * 4 * 1 * 2 * block
+    assert traffic.bytes_read(point("attention", 1, "fp8_e4m3fn")) == 2 * 4 * 2 * block
+    assert traffic.bytes_read(point("attention", 2, context_tokens=100)) == 2 * 2 * 2 * block
+    assert traffic.bytes_read(point("projections", 2)) == 6144 * ((16 + 3) * 64 + 64 + 16 * 64) * 2
+    assert traffic.bytes_read(point("mixed_tp", 2)) == traffic.bytes_read(point("tp", 2)) == 2 * 10 * block
+    assert traffic.bytes_read(point("toy_cp", 2)) == 3 * (traffic.bytes_read(point("cp", 2)) + 2 * 4 * 2 * block)
+    assert traffic.bytes_exchanged(point("toy_cp", 2)) == {k: 3 * v for k, v in traffic.bytes_exchanged(point("cp", 2)).items()}
+    assert traffic.bytes_exchanged(point("attention", 2)) == traffic.bytes_exchanged(point("mixed_tp", 2)) == {"queries": 0, "candidates": 0}
+
+
+@pytest.mark.parametrize(
+    "arm, change, said",
+    [
+        ("attention", {"query_len": 4}, "query_len=4: must be 1 for arm 'attention'"),
+        ("attention", {"form": "staged"}, "form='staged': must be None"),
+        ("mixed_tp", {"launch": "graph"}, "launch='graph': must be 'eager' for arm 'mixed_tp'"),
+        ("mixed_cp", {"form": "one_launch"}, "exchange='collective': must be 'symmetric' for form 'one_launch'"),
+        ("toy_tp", {"dtype": "fp8_e4m3fn"}, "dtype='fp8_e4m3fn': must be 'bf16' for arm 'toy_tp'"),
+        ("toy_cp", {"world": 4}, "world=4: must be at most the 2 heads"),
+        ("toy_cp", {"shared_prefix_tokens": 64}, "shared_prefix_tokens=64: must be 0"),
+    ],
+)
+def test_points_that_make_no_sense_are_refused(arm, change, said):
+    with pytest.raises(ValueError, match=said):
+        point(arm).replace(**change)
+
+
+def test_the_grid_for_two_gpus_is_short():
+    points = planning.read_grid(frames.ROOT / "data" / "grids" / "layers.json", "cuda")
+    plan = planning.make_plan(points, device="cuda", ranks=2, memory_bytes=141 << 30)
+    assert not plan.skipped and len(plan.points) == len(points) and planning.plan_s(plan.groups, "cuda") < 60
+    assert all(len(set(g.points)) == len(g.points) for g in plan.groups)
+    assert {p.arm for p in points} == {"tp", "cp", "page_read", *LAYER_ARMS} and {p.dtype for p in points if p.arm == "attention"} == {"bf16", "fp8_e4m3fn"}
+
+
+def planted(us: dict[str, float]):
+    return [synthetic.row(point(arm, 2), value, np.random.default_rng(0), jitter=0.0, limit_us=5.0, extra={"chunk_tokens": 64}) for arm, value in us.items()]
+
+
+US = {"tp": 30.0, "cp": 20.0, "attention": 10.0, "mixed_tp": 100.0, "mixed_cp": 95.0, "toy_tp": 500.0, "toy_cp": 472.0}
+
+
+def test_shares_and_changes_of_planted_rows():
+    assert [s.share for s in layers.shares(planted(US))] == [30 / 40, 20 / 30]
+    found = layers.shares(planted(US | {"projections": 20.0}))
+    assert [(s.share, s.attention_of_limit) for s in found] == [(30 / 60, 2.0), (20 / 50, 2.0)]
+    (mixed,), (toys,) = (layers.changes(planted(US), kind) for kind in ("mixed", "toy"))
+    assert (mixed.cp_us - mixed.tp_us, mixed.indexer_us, mixed.half_us) == (-5.0, -10.0, 0.0)
+    assert (toys.tp_us, toys.cp_us, toys.indexer_us) == (500.0, 472.0, -10.0)
+
+
+def test_tables_of_planted_rows(tmp_path):
+    records.append(tmp_path, *planted(US))
+    lines = layers.main(str(tmp_path))
+    assert "| 700, 2 | 2 | TP staged | 30.0 | 10.0 | 2.00x | - | 75% |" in lines
+    assert "| 700, 2 | 2 | CP staged, collective, gathered | 100.0 | 95.0 | -5.0 ± 0.0 | -10.0 | +5.0 ± 0.0 |" in lines
+    assert "| 700, 2 | 2 | CP staged, collective, gathered | 0.500 | 0.472 | -0.0280 ± 0.0000 | -0.0300 |" in lines
+    values = json.loads((tmp_path / records.ROWS_FILE).read_text().splitlines()[0])
+    with open(tmp_path / records.ROWS_FILE, "a") as file:
+        file.write(json.dumps(values | {"node": "another", "point": values["point"] | {"seed": 1}}) + "\n")
+    with pytest.raises(ValueError, match="of one machine and one code version"):
+        layers.main(str(tmp_path))
+
+
+def test_a_run_without_these_rows_says_how_to_measure_them():
+    said = CliRunner().invoke(cli.app, ["fit", "h200x2", "--layers"])
+    assert said.exit_code == 1 and "m3cp sweep data/grids/layers.json" in said.output
