@@ -29,10 +29,10 @@ doctor: ready ## what this machine is, what will be measured and what skipped, a
 
 test: ready ## prove that the selection is right (CPU suite, under 15 minutes)
 	@status=0; \
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests --ignore=tests/interpret || status=1; \
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal tests --ignore=tests/interpret || status=1; \
 	if [ -d tests/interpret ]; then \
 		echo "the kernels in Triton's interpreter:"; \
-		TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests/interpret || status=1; \
+		TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/interpret || status=1; \
 	fi; \
 	exit $$status
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import os
+import runpy
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import torch
 
 from m3cp import ranks, records, sweep, timing, worker
 
@@ -60,6 +64,36 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def forked() -> Iterator[None]:
+    """Inside, ranks of this process are forks that run the same worker file or module, with `small`: torch is imported once."""
+
+    def start(command, environment, log: Path, keep) -> Forked:
+        *_, target, job = command
+
+        def rank() -> None:
+            os.environ.clear()
+            os.environ.update(environment)
+            small()
+            sys.argv = [target, job]
+            (runpy.run_path if target.endswith(".py") else runpy.run_module)(target, run_name="__main__")
+
+        return Forked(rank, log)
+
+    torch.set_num_threads(1)  # a fork must not enter this process's pool of threads
+    processes, ranks.start = ranks.start, start
+    try:
+        yield
+    finally:
+        ranks.start = processes
+
+
+def small() -> None:
+    """In a process of its own: probes, pools and rounds as small as they can be."""
+    worker.PROBE_BYTES["cpu"] = worker.POOL_BYTES["cpu"] = 1 << 20
+    timing.EAGER_ARM_US, timing.EAGER_BLOCKS = 1, 1  # three rounds of one call
+
+
 def driver(grid, out: Path, log: Path, spoil: Callable[[int], None] = lambda rank: None, stall_s=60.0, **options) -> Forked:
     """`m3cp sweep GRID --out OUT` as a fork, ranks forked too, probes and caches as small as they can be.
 
@@ -79,8 +113,7 @@ def driver(grid, out: Path, log: Path, spoil: Callable[[int], None] = lambda ran
 
     def body() -> int:
         ranks.start, sweep.launch = start, functools.partial(ranks.launch, stall_s=stall_s)
-        worker.PROBE_BYTES["cpu"] = worker.POOL_BYTES["cpu"] = 1 << 20
-        timing.EAGER_ARM_US, timing.EAGER_BLOCKS = 1, 1  # three rounds of one call
+        small()
         records.code_hash = lambda: CODE
         facts = sweep.job_facts("cpu") | {"cpu_last_level_bytes": SMALL_LLC}
         sweep.job_facts = lambda device: facts

@@ -7,6 +7,7 @@ import time
 import types
 from pathlib import Path
 
+import drivers
 import pytest
 import torch
 
@@ -85,7 +86,8 @@ def install(wrong: str = "", shard: bool = True) -> None:
 def run(tmp_path, wrong="", shard=True, shapes=((2944, 2),), between=False):
     path = tmp_path / "worker.py"
     path.write_text(WORKER.format(tests=str(Path(__file__).parent), wrong=wrong, shard=shard))
-    return aiter_arm.run("cpu", 2, shapes, module=str(path), between=between)
+    with drivers.forked():
+        return aiter_arm.run("cpu", 2, shapes, module=str(path), between=between)
 
 
 def test_ids_and_a_shards_scores_are_the_references(tmp_path):

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import drivers
 import pytest
 import torch
 from problems import build
@@ -251,7 +252,7 @@ timing.timed_replays = lambda replay, **given: replays(replay, **(given | dict(r
 worker.Place.hold = lambda self: None
 exchanging, keys = made[2], made[2].local_topk_keys
 def slow_but_for_256(*args, **named):  # so that one setting is the fastest
-    time.sleep(0.0 if exchanging.DECODE_TOPK_TILE == 256 else 0.02)
+    time.sleep(0.0 if exchanging.DECODE_TOPK_TILE == 256 else 0.1)
     return keys(*args, **named)
 exchanging.local_topk_keys = slow_but_for_256
 worker.main(sys.argv[1:])
@@ -265,7 +266,8 @@ def test_rows_of_engines_arms(tmp_path):
     (tmp_path / "worker.py").write_text(BODY)
     facts = {**sweep.job_facts("cpu"), "out": str(tmp_path / "out"), "seconds": None, "provenance": {}}
     group = {"points": [p.to_dict() for p in points], "record": [True] * 3}
-    sweep.launch(str(tmp_path / "worker.py"), {**facts, "groups": [group]}, 2)
+    with drivers.forked():
+        sweep.launch(str(tmp_path / "worker.py"), {**facts, "groups": [group]}, 2)
     rows = records.load(tmp_path / "out")
     assert [r.point for r in rows] == points and {r.status for r in rows} == {"ok"}, [r.error for r in rows]
     for row in rows:

@@ -10,6 +10,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import drivers
 import pytest
 
 from m3cp import doctor, records, sweep, timing, traffic
@@ -159,7 +160,7 @@ def test_a_rank_with_a_bad_table_is_named_and_no_rank_is_left(tmp_path):
     start = time.monotonic()
     with pytest.raises(
         sweep.WorkersFailed, match="rank 2: ValueError: block_table.dtype=torch.int64: must be torch.int32"
-    ):
+    ), drivers.forked():
         sweep.launch(worker(tmp_path, body), job(tmp_path, CP4), 4)
     assert time.monotonic() - start < 60 and not descendants()
 
@@ -171,7 +172,7 @@ def test_a_rank_that_dies_before_its_first_exchange_is_named_and_no_rank_is_left
             CollectiveExchange.gather = lambda self, out, payload: os._exit(3)
     """
     start = time.monotonic()
-    with pytest.raises(sweep.WorkersFailed, match="rank 2: ended with exit status 3"):
+    with pytest.raises(sweep.WorkersFailed, match="rank 2: ended with exit status 3"), drivers.forked():
         sweep.launch(worker(tmp_path, body), job(tmp_path, CP4), 4)
     assert time.monotonic() - start < 60 and not descendants()
 
@@ -202,7 +203,8 @@ def faults(tmp_path_factory):
     groups[3].append(TP1.replace(seed=3, world=2, arm="cp_local"))
     work = job(folder)
     work["groups"] = [{"points": [p.to_dict() for p in g], "record": [True] * len(g)} for g in groups.values()]
-    sweep.launch(worker(folder, body), work, 1)
+    with drivers.forked():
+        sweep.launch(worker(folder, body), work, 1)
     rows = records.load(folder / "out")
     assert [r.point for r in rows] == [p for g in groups.values() for p in g]
     return {seed: [r for r in rows if r.point.seed == seed] for seed in groups}
@@ -273,7 +275,8 @@ def graphs(tmp_path_factory):
     work["cpu_last_level_bytes"] = 1 << 20
     work["groups"] = [{"points": [p.to_dict() for p in g], "record": [True] * len(g)} for g in groups]
     path = worker(folder, body)
-    sweep.launch(path, work, 2)
+    with drivers.forked():
+        sweep.launch(path, work, 2)
     return {(r.point.arm, r.point.world, r.point.context_tokens): r for r in records.load(folder / "out")}
 
 
@@ -453,6 +456,7 @@ def test_the_death_signal_is_there():
 
 def test_a_row_of_an_fp8_cache_says_how_many_of_bf16s_blocks_it_chooses(tmp_path):
     grid = {**TINY, "contexts": [3072], "batches": [1], "worlds": [1], "arms": ["tp", "page_read"], "dtypes": ["fp8_e4m3fn"]}
-    assert sweep.main({k: v for k, v in grid.items() if k != "rows_padded"}, device="cpu", out=tmp_path / "run") == 0
+    with drivers.forked():
+        assert sweep.main({k: v for k, v in grid.items() if k != "rows_padded"}, device="cpu", out=tmp_path / "run") == 0
     of = {row.point.arm: row.extra.get("overlap_bf16") for row in records.load(tmp_path / "run")}
     assert 0.8 < of["tp"] < 1 and of["page_read"] is None
