@@ -48,7 +48,7 @@ def fused(target, *, exchange=True, gather=False, phase=fused_op.ONE_LAUNCH, pre
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_one_launch(target, adaptive):
-    build = fused(target, gather=True, adaptive=adaptive)
+    build = fused(target, gather=True, adaptive=adaptive, presence=adaptive)
     assert_sound(build)
     assert re.search(MATRIX[target], build.assembly), "no matrix instruction"
     # Programs that wait need those they wait for: a unit must hold one at least, and three where they are promised.
