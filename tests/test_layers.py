@@ -1,6 +1,7 @@
 """What stands around the indexer: rows from a real sweep on a CPU, checks that can fail, the tables of planted rows."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -187,3 +188,32 @@ def test_tables_of_planted_rows(tmp_path):
 def test_a_run_without_these_rows_says_how_to_measure_them():
     said = CliRunner().invoke(cli.app, ["fit", "h200x2", "--layers"])
     assert said.exit_code == 1 and "m3cp sweep data/grids/layers.json" in said.output
+
+
+def sweep_of(**place):
+    """A worker's body without ranks: enough to make a row of given samples, or a run of given calls."""
+    body = worker.Sweep.__new__(worker.Sweep)
+    body.place = SimpleNamespace(**{"llc_bytes": 100, "l2_bytes": None, "peak_gbs": None, "evict_bytes": 0, "align": None, "hold": "hold"} | place)
+    body.job, body.peers = {"node": "here", "provenance": {}}, SimpleNamespace(world=1)
+    body._rates, body._pool = {"page_gbs": 1.0, "sequential_gbs": 1.0}, (None, torch.empty(1))
+    return body
+
+
+def arm_of(name, **fields):
+    return worker.Arm(point(name).replace(cache="cold"), [print] * 3, name, [name], {"passed": True, "rows": 1, "against": "it"}, dict, **fields)
+
+
+@pytest.mark.parametrize("footprint, state", [(199, "warm"), (201, "cold"), (None, "cold")])
+def test_a_row_is_cold_when_its_own_rotation_is(footprint, state):
+    row = sweep_of().row(arm_of("attention", footprint_bytes=footprint), timing.CachePlan(4, 4, False, True), [[1.0]], 0.0)
+    assert row.cache_state == state
+    assert row.footprint_over_llc == (footprint or 4 * traffic.bytes_read(row.point)) / 100
+
+
+@pytest.mark.parametrize("name, held", [("mixed_tp", False), ("tp", True)])
+def test_on_a_gpu_nothing_is_queued_ahead_of_a_mixed_step(monkeypatch, name, held):
+    given = {}
+    monkeypatch.setattr(timing, "timed_replays", lambda rotation, **named: given.update(named))
+    monkeypatch.setattr(timing, "DeviceTimer", lambda: None)
+    sweep_of(on_gpu=True)._eager_run(arm_of(name), timing.CachePlan(4, 4, False, True), None)
+    assert (given["hold"] == "hold") == held and given["calls"] == 3
