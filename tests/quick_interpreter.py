@@ -40,6 +40,21 @@ def patch_once_a_launch() -> None:
     interpreter._patch_lang = quick
 
 
+def know_types() -> None:
+    """Remember numpy's type for each of Triton's; the interpreter makes its table of all of them again at every load."""
+    look_up, known = interpreter._get_np_dtype, {}
+
+    def quick(dtype):
+        scalar = dtype.element_ty if type(dtype) is tl.block_type else dtype
+        if type(scalar) is not tl.dtype:  # pointers have no hash
+            return look_up(dtype)
+        if scalar.name not in known:
+            known[scalar.name] = look_up(scalar)
+        return known[scalar.name]
+
+    interpreter._get_np_dtype = quick
+
+
 def sort_in_numpy(monkeypatch) -> None:
     """`tl.sort` and `tl.topk` of vectors through numpy."""
 

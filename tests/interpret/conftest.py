@@ -17,6 +17,7 @@ def pytest_configure(config):
         import quick_interpreter
 
         quick_interpreter.patch_once_a_launch()
+        quick_interpreter.know_types()
 
 
 @pytest.fixture
