@@ -307,6 +307,8 @@ def ahead(points: Iterable[Point], limit_s: float = 150.0, processes: int | None
     Returns:
         How many kernels, and what did not compile, in words: whoever launches it then compiles it, and finds out why.
     """
+    from tqdm import tqdm
+
     todo = launches(points)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parts = min(len(todo), processes or cores)
@@ -323,7 +325,7 @@ def ahead(points: Iterable[Point], limit_s: float = 150.0, processes: int | None
                         command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
                         env=_environment(), preexec_fn=functools.partial(ranks.die_with_parent, os.getpid()),
                     ))  # fmt: skip
-            for part, process in enumerate(running):
+            for part, process in enumerate(tqdm(running, desc=f"{len(todo)} kernels compiled ahead", unit="process", mininterval=0.5, disable=not running)):
                 try:
                     code = process.wait(max(0.1, limit_s - (time.monotonic() - began)))
                     ended = f"exit status {code}" if code else ""

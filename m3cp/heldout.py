@@ -230,7 +230,7 @@ def targets(comparison: Comparison, terms: Sequence[str] = ALL_TERMS) -> list[Ta
         ("context held out", "held_out", near[~near["beyond"].astype(bool)]),
         ("context held out at an end of the range", "held_out", near[near["beyond"].astype(bool)]),
     ):
-        share = (rows[f"{kind}_us"] - rows["measured_us"]).abs() / rows["allowed_us"]
+        share = ((rows[f"{kind}_us"] - rows["measured_us"]).abs() / rows["allowed_us"]).astype(float)  # a frame without rows has none
         known, open_ = np.isfinite(share), rows[f"{kind}_undecided"].astype(bool)
         share, left = share[known & ~open_], int((known & open_).sum())
         if len(share) or left:

@@ -402,7 +402,7 @@ def _sweep(run: Path, points: Sequence[Point], seconds: float) -> list[str]:
     before = newest()
     # What failed is tried again once nothing is left that was never tried.
     todo = [p for p in points if p not in before] or [p for p in points if before[p].status != "ok"]
-    status = sweep.main(todo, out=run, device=here["device"], minutes=max(0.1, seconds / 60), commit=here["commit"]) if todo else 0
+    status = sweep.main(todo, out=run, device=here["device"], minutes=max(0.1, seconds / 60), commit=here["commit"], ahead=False) if todo else 0
     after = newest()
     ok = [p for p, row in after.items() if row.status == "ok"]
     failed = [f"{p.label}: {row.error}" for p, row in after.items() if row.status == "failed"]

@@ -87,8 +87,9 @@ def legs(world: int, device: str, interpreted: bool = False) -> list[Leg]:
     arms = [tp]
     if world > 1:
         cp = tp.replace(arm="cp", exchange="symmetric", queries="replicated")
-        arms = [cp, cp.replace(queries="gathered"), tp, cp.replace(form="two_launch")]
-    for arm, weight in zip(arms, (4, 4, 1, 1), strict=False):
+        two = cp.replace(form="two_launch")
+        arms = [cp, cp.replace(queries="gathered"), tp, two, two.replace(queries="gathered")]
+    for arm, weight in zip(arms, (4, 4, 1, 1, 1) if world > 1 else (4,), strict=True):
         for tokens, batch, query_len in ((8192, 1, 1), (4096, 4, 1), (2200, 8, 1), (8192, 3, 4)):
             made.append(Leg(arm.replace(context_tokens=tokens, batch=batch, query_len=query_len), 4, 3.0 * weight))
         large = [(131_072, 4, "uniform", 1), (131_072, 16, "one_long_rest_4k", 1), (131_072, 16, "log_uniform", 2),

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from m3cp import doctor, ranks, records, traffic, trust
+from m3cp import compiled, doctor, ranks, records, traffic, trust
 from m3cp import grid as planning
 from m3cp.grid import Group, Plan
 from m3cp.ranks import WorkersFailed, launch
@@ -184,6 +184,7 @@ def main(
     minutes: float | None = None,
     commit: str | None = None,
     rows: str = records.ROWS_FILE,
+    ahead: bool = True,
 ) -> int:
     """Measure a grid on this machine and append its rows to a run.
 
@@ -198,6 +199,7 @@ def main(
         minutes: stop cleanly after so long; what remains is listed.
         commit: of this code, where the copy that runs has no git history.
         rows: the rows file in that folder; drivers that measure for one run at a time have one each.
+        ahead: on GPUs: compile the fused forms' kernels side by side first, which ranks would do one after another.
 
     Returns:
         0; 1 when a Point failed or was not reached; 2 when nothing could be measured.
@@ -233,6 +235,8 @@ def main(
         known, said = _known(out, set(points), facts["node"], provenance)
         known = set() if remeasure else known
         unknown = [p for p in points if p not in known]
+        if device == "cuda" and ahead:
+            compiled.ahead(unknown)
         refused = trust.refusals(unknown, facts["node"], count, out) if device == "cuda" else {}
         plan = _plan([p for p in points if p not in refused], device, known)
         plan.skipped |= refused

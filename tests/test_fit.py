@@ -618,6 +618,9 @@ def test_points_that_were_hardly_measured_count_apart_and_misses_stay_misses():
     every = dataclasses.replace(noisy, pairs=noisy.pairs[noisy.pairs["context_tokens"] == 16_384])
     assert aim(every).word == "undecided by the measurement" and aim(every).met is None
     assert "0 of 0 points within" in aim(every).note
+    # Points that are all behind an evicting read: nothing to judge, and no aim about it.
+    none = dataclasses.replace(noisy, pairs=noisy.pairs.assign(evicted=True))
+    assert [t.name for t in heldout.targets(none) if t.name.startswith("CP - TP near")] == []
 
 
 def test_what_moves_the_line_in_words(fine):
