@@ -56,6 +56,9 @@ def build(kernel, pointers: dict[str, str], constants: dict[str, Any], target: s
         constants: values of the constexpr arguments.
         target: "gfx950", "gfx942" or "sm_90".
         options: launch settings: num_warps, num_stages.
+
+    Raises:
+        ValueError: another target, or a constexpr argument without a value.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -63,6 +66,9 @@ def build(kernel, pointers: dict[str, str], constants: dict[str, Any], target: s
 
     if target not in TARGETS:
         raise ValueError(f"target={target!r}: must be one of {', '.join(TARGETS)}")
+    lacking = [p.name for p in kernel.params if p.is_constexpr and p.name not in constants]
+    if lacking:  # they would be compiled as run-time values: another kernel
+        raise ValueError(f"constants of {kernel.__name__}: must hold {', '.join(lacking)} too")
     signature = {
         name: "constexpr" if name in constants else f"*{pointers[name]}" if name in pointers else "i32" for name in kernel.arg_names
     }
@@ -166,7 +172,7 @@ def kernels(target: str) -> dict[str, tuple]:
                 alone | launched(dtype)[0], launched(dtype)[1])  # fmt: skip
 
     def fusing(fixed: dict, phase: int, exchange: bool, gathered: bool, presence: bool = False, dtype: str = "bf16", paged: bool = False) -> tuple:
-        options = dict(KEEP=keep, PHASE=phase, EXCHANGE=exchange, GATHER=gathered, PRESENCE=presence) | launched(dtype)[0]
+        options = dict(KEEP=keep, PHASE=phase, EXCHANGE=exchange, GATHER=gathered, PRESENCE=presence, ADAPTIVE=False) | launched(dtype)[0]
         options |= {"PER_BLOCK": 8} if paged else fused.NO_PAGES
         pointers = step | {"cache_ptr": dtype, "out_ptr": "i32"} | words | (pages if paged else {})
         return fused.fused_kernel, pointers, fixed | options, launched(dtype)[1]

@@ -49,3 +49,14 @@ def test_occupancy_of_a_multiprocessor():
     assert compiled.nvidia_programs(64, 4, 69_888, 233_472, 65_536, 2048) == 3
     assert compiled.nvidia_programs(16, 4, 0, 233_472, 65_536, 2048) == 16
     assert compiled.nvidia_programs(16, 1, 0, 233_472, 65_536, 2048) == 32  # programs, whatever their size
+
+
+def test_a_constant_without_a_value_is_refused():
+    """It would be compiled as a run-time value, and the report would be about another kernel: seen, 416 bytes of spills that no launch has."""
+    kernel, pointers, constants, options = compiled.kernels("sm_90")["one launch: TP"]
+    lacking = {k: v for k, v in constants.items() if k not in ("ADAPTIVE", "GATHER")}
+    with pytest.raises(ValueError, match="fused_kernel: must hold GATHER, ADAPTIVE too"):
+        compiled.build(kernel, pointers, lacking, "sm_90", **options)
+    for target in compiled.TARGETS:
+        for name, (kernel, _, given, _) in compiled.kernels(target).items():
+            assert {p.name for p in kernel.params if p.is_constexpr} <= set(given), (target, name)

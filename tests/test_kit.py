@@ -8,9 +8,11 @@ import tarfile
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import synthetic
 
-from m3cp import aiter_arm, compiled, kit, kit_page, pingpong, records, sweep, trust, watchdog
+from m3cp import aiter_arm, compiled, crossover, fit, frames, kit, kit_page, pingpong, records, sweep, trust, watchdog
 from m3cp.shapes import Point
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -220,6 +222,41 @@ def test_the_next_stretch_goes_on_where_the_last_stopped(here):
     commands["staged"] = note("staged")
     state = go(here, commands, steps=steps, retry=True)
     assert ran.read_text().split() == ["staged", "page"] and state.steps["staged"].status == kit.DONE
+
+
+def test_a_sweep_waits_for_the_stress_checks_before_it(here):
+    """Seen on two H200: with no time left for the check, the sweep behind it made the check itself and measured nothing."""
+    steps = [s for s in quick() if s.name in ("engines", "stress_one_launch", "targets", "page")]
+    short = [replace(s, usual_s=4.0) if s.form else replace(s, usual_s=0.2) for s in steps]
+    state = go(here, {}, steps=short, minutes=1)
+    assert {n: r.status for n, r in state.steps.items()} == dict.fromkeys(("engines", "stress_one_launch", "targets", "page"), kit.DONE)
+    again = here.parent / "again"
+    kit.write(again / kit.FACTS_FILE, kit.read(here / kit.FACTS_FILE))
+    state = go(again, {"engines": ["sleep", "0.5"]}, steps=short, minutes=5 / 60, keep_s=0.8)
+    assert {n: r.status for n, r in state.steps.items()} == {"engines": kit.DONE, "stress_one_launch": kit.CUT, "targets": kit.CUT, "page": kit.DONE}
+    assert state.steps["targets"].why == "waits for one launch under stress: run the same command again"
+
+
+def test_its_analysis_takes_the_rows_of_its_own_steps(here):
+    """On GPUs the targets' grid has TP in two forms, and CP in one whose TP is not measured: seen on two H200, a figure less then."""
+    gpus, rng = {"device": "cuda", "ranks": 2, "arch": "sm_90"}, np.random.default_rng(4)
+    stages = {"staged": ["score", "choose"], "one_launch": ["decode"], "two_launch": ["score_and_push", "wait_and_choose"]}
+    truth = {"tp": synthetic.FUSED_TP, "cp": synthetic.FUSED_CP}
+    for folder, points in ((here, kit.target_points(gpus)), (here / kit.PUBLISHED, kit.published_points(gpus, "cold"))):
+        folder.mkdir(exist_ok=True)
+        timed = [p for p in points if p.arm in truth]
+        slower = {"one_launch": 0.0, "two_launch": 0.8, "staged": 2.0}
+        rows = [synthetic.row(p, synthetic.truth_us(p, truth[p.arm]) + slower[p.form], rng, timed_region=stages[p.form], provenance=synthetic.PROVENANCE) for p in timed]
+        records.append(folder / records.ROWS_FILE, *rows)
+    said = "\n".join(kit_page.analyse(here))
+    for form in stages:
+        assert f"CP {form}/" in said
+    assert "two_launch" in said and (here / "figures" / "map_0.svg").exists() and (here / "figures" / "published_map_0.svg").exists()
+    targets = crossover.comparisons(frames.load_run(str(here)).frame, fit.ALL_TERMS)
+    two = next(c for c in targets if c.pairs["form"].iloc[0] == "two_launch")
+    assert set(two.frame[two.frame["arm"] == "tp"]["form"]) == {"one_launch"}, "the fastest that was measured stands for its TP"
+    staged = next(c for c in targets if c.pairs["form"].iloc[0] == "staged")
+    assert set(staged.frame["form"]) == {"staged"}
 
 
 def test_a_step_that_ends_the_kit_twice_is_given_up(here):
