@@ -83,7 +83,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "B05": ("uniform lengths alone", ("test_fit.py::test_b05_ragged_and_uniform_rows_never_share_a_label", "test_fit.py::test_b05_the_published_skewed_row", "test_sweep.py::test_the_default_gpu_grid_is_what_the_issue_asks_for")),
     "B06": ("both arms the same code", ("test_fit.py::test_b06_one_edited_row_is_rejected_from_the_fit", "test_fit.py::test_b06_both_arms_the_same_code", "test_sweep.py::test_two_arms_that_ran_the_same_path_are_an_error")),
     "P02": ("failures that exit 0", ("test_notebook_10.py::test_a_point_that_failed_fails_the_notebook_after_its_table", "test_notebook_20.py::test_failures_that_may_exit_0")),
-    "P03": ("killed, or children left behind", ("test_kills.py::test_kills_at_random_moments", "test_sweep.py::test_workers_die_with_the_launcher")),
+    "P03": ("killed, or children left behind", ("test_kills.py::test_a_hundred_kills_at_random_moments", "test_sweep.py::test_workers_die_with_the_launcher")),
     "P06": ("widgets that are only text", ("test_notebook_20.py::test_it_runs_headless_and_without_ipywidgets",)),
     "F01": ("badly scaled parameters", ("test_fit.py::test_f01_units_do_not_matter", "test_fit.py::test_f01_what_never_varies_is_reported_and_not_invented")),
     "F02": ("a parameter that is zero", ("test_fit.py::test_f02_errors_are_right_where_a_parameter_is_zero", "test_fit.py::test_f02_a_cost_that_fits_to_zero_has_a_finite_interval_the_right_way_round")),

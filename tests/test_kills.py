@@ -6,7 +6,6 @@ import signal
 import time
 
 import drivers
-import pytest
 import torch
 
 from m3cp import grid as planning
@@ -21,6 +20,7 @@ GRID = {
     "max_context": 4096,
     "cache": "warm",
 }
+KILLS = 100
 
 
 class Kills:
@@ -57,12 +57,11 @@ class Kills:
         self.driver = None
 
 
-@pytest.mark.parametrize("kills", [30, pytest.param(100, marks=pytest.mark.slow)])  # two minutes; thirty kill each kind ten times
-def test_kills_at_random_moments(tmp_path, kills):
+def test_a_hundred_kills_at_random_moments(tmp_path):
     torch.set_num_threads(1)  # a fork must not enter this process's pool of threads
     chance, begun = random.Random(10), time.monotonic()
     sweeps, killed = Kills(tmp_path), {"driver": 0, "rank": 0, "all": 0}
-    while sum(killed.values()) < kills:
+    while sum(killed.values()) < KILLS:
         if sweeps.driver is None:
             sweeps.start()
         moment = time.monotonic() + chance.uniform(0, 1.6)
@@ -83,9 +82,9 @@ def test_kills_at_random_moments(tmp_path, kills):
         if sweeps.driver:
             sweeps.ended()
         sweeps.start()
-        assert sweeps.drivers < 2 * kills
+        assert sweeps.drivers < 2 * KILLS
     last = sweeps.runs
     sweeps.ended()
     lasted = time.monotonic() - begun
     print(f"{killed} of {sweeps.drivers} drivers in {lasted:.0f} s, {sweeps.runs} runs completed")
-    assert sweeps.runs == last + 1 and min(killed.values()) > kills // 6 and lasted < 240
+    assert sweeps.runs == last + 1 and min(killed.values()) > KILLS // 6 and lasted < 240
