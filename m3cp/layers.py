@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from m3cp import crossover, frames, records
 from m3cp.shapes import LAYER_ARMS, TOY_LAYERS, Point, require, tokens_text
 
@@ -44,19 +46,21 @@ class Change:
     Args:
         point: of the CP row.
         tp_us, cp_us: of a whole step, or of a toy's step.
-        half_us: half of the 95% interval of their difference, from the rounds; infinite for a single one.
+        low_us, high_us: 95% interval of CP - TP, a bootstrap of both medians over the rounds; infinite for a single one.
         indexer_us: CP - TP of the indexer's rows at the same shape.
     """
 
     point: Point
     tp_us: float
     cp_us: float
-    half_us: float
+    low_us: float
+    high_us: float
     indexer_us: float
 
 
-def _cell(point: Point) -> tuple:
-    return tuple(getattr(point, n) for n in ("context_tokens", "batch", "mix", "rows_padded", "world", "dtype", "max_context", "cache", "seed", "shape"))
+def _cell(row: records.Row) -> tuple[Point, str]:
+    """What rows of one shape share: their Point but for the arm, its own fields and the launch; and the cache state they got."""
+    return row.point.replace(arm="page_read", form=None, exchange=None, queries=None, threshold_blocks=None, launch="eager"), row.cache_state
 
 
 def _way(point: Point) -> tuple:
@@ -79,16 +83,16 @@ def read(run: str = "") -> tuple[str, list[records.Row]]:
 
 
 def shares(rows: Sequence[records.Row]) -> list[Share]:
-    """The indexer's share for every TP and CP row that has an attention row at its shape."""
-    attention = {_cell(r.point): r for r in rows if r.point.arm == "attention"}
+    """The indexer's share for every TP and CP row that has an attention row at its shape, launched alike and as cold."""
+    attention = {(_cell(r), r.point.launch): r for r in rows if r.point.arm == "attention"}
     products: dict[tuple, list[float]] = {}
     for r in rows:
         if r.point.arm == "projections":  # neither the context nor the cache's type matters to them
             products.setdefault(_products(r.point), []).append(r.median_us)
     found = []
     for r in rows:
-        beside = attention.get(_cell(r.point))
-        if r.point.arm in ("tp", "cp") and r.point.threshold_blocks is None and beside and beside.point.launch == r.point.launch:
+        beside = attention.get((_cell(r), r.point.launch))
+        if r.point.arm in ("tp", "cp") and r.point.threshold_blocks is None and beside:
             us = products.get(_products(r.point))
             found.append(Share(r.point, r.median_us, beside.median_us, beside.median_us / beside.limit_us, statistics.median(us) if us else None))
     return sorted(found, key=lambda s: (s.point.world, s.point.dtype, s.point.context_tokens, s.point.batch, s.point.arm != "tp", s.point.label))
@@ -104,15 +108,15 @@ def changes(rows: Sequence[records.Row], kind: str) -> list[Change]:
     Args:
         kind: "mixed" (the indexer's rows replay graphs where they can) or "toy".
     """
-    whole = {_cell(r.point) + (r.point.form,): r for r in rows if r.point.arm == f"{kind}_tp"}
-    index = {(_cell(r.point), r.point.arm, *_way(r.point)): r for r in _graphs_last(rows) if r.point.arm in ("tp", "cp") and r.point.threshold_blocks is None}
+    whole = {(_cell(r), r.point.form, r.point.launch): r for r in rows if r.point.arm == f"{kind}_tp"}
+    index = {(_cell(r), r.point.arm, *_way(r.point)): r for r in _graphs_last(rows) if r.point.arm in ("tp", "cp") and r.point.threshold_blocks is None}
     found = []
     for r in rows:
         point = r.point
-        tp = whole.get(_cell(point) + (point.form,)) if point.arm == f"{kind}_cp" else None
-        ours = index.get((_cell(point), "cp", *_way(point))), index.get((_cell(point), "tp", point.form, None, None))
+        tp = whole.get((_cell(r), point.form, point.launch)) if point.arm == f"{kind}_cp" else None
+        ours = index.get((_cell(r), "cp", *_way(point))), index.get((_cell(r), "tp", point.form, None, None))
         if tp is not None and all(ours):
-            found.append(Change(point, tp.median_us, r.median_us, _half_us(tp, r), ours[0].median_us - ours[1].median_us))
+            found.append(Change(point, tp.median_us, r.median_us, *_interval(tp, r), ours[0].median_us - ours[1].median_us))
     return sorted(found, key=lambda c: (c.point.world, c.point.context_tokens, c.point.batch, c.point.label))
 
 
@@ -120,10 +124,14 @@ def _graphs_last(rows: Sequence[records.Row]) -> Iterator[records.Row]:
     yield from sorted(rows, key=lambda r: r.point.launch == "graph")
 
 
-def _half_us(tp: records.Row, cp: records.Row) -> float:
-    """Of the difference of two means over the rounds, which alternate."""
-    errors = [statistics.variance(r.samples_us) / len(r.samples_us) if len(r.samples_us) > 1 else math.inf for r in (tp, cp)]
-    return 1.96 * math.sqrt(sum(errors))
+def _interval(tp: records.Row, cp: records.Row) -> tuple[float, float]:
+    """95% interval of the difference of two medians."""
+    if min(len(tp.samples_us), len(cp.samples_us)) < 2:
+        return -math.inf, math.inf
+    rng = np.random.default_rng(0)
+    drawn = [crossover.median_draws(r.samples_us, 2000, rng) for r in (cp, tp)]
+    low, high = np.percentile(drawn[0] - drawn[1], [2.5, 97.5])
+    return float(low), float(high)
 
 
 def _where(point: Point) -> str:
@@ -136,8 +144,10 @@ def _name(point: Point) -> str:
     return f"{'CP' if point.arm.endswith('cp') else 'TP'} {way}"
 
 
-def _around(change_us: float, half_us: float) -> str:
-    return f"{change_us:+.1f}" + (f" ± {half_us:.1f}" if math.isfinite(half_us) else "")
+def _around(c: Change, minus_us: float = 0.0, unit_us: float = 1.0, digits: int = 1) -> str:
+    """CP - TP less `minus_us`, in units of `unit_us`, with its interval."""
+    at, *band = (f"{(v - minus_us) / unit_us:+.{digits}f}" for v in (c.cp_us - c.tp_us, c.low_us, c.high_us))
+    return at + (f" ({band[0]} to {band[1]})" if math.isfinite(c.low_us) else "")
 
 
 def main(run: str = "") -> list[str]:
@@ -157,26 +167,24 @@ def main(run: str = "") -> list[str]:
     ]  # fmt: skip
     if table:
         head = ["context, batch", "P", "indexer", "indexer µs", "attention µs", "of its limit", "projections µs", "indexer's share"]
-        note = "A sparse layer here is the indexer, attention over the chosen blocks and the projections (- : not measured, and left out); experts, norms and sums over ranks are left out."
+        note = "A sparse layer here is the indexer, attention over the chosen blocks and the projections (- : not measured, and left out); experts, norms and sums over ranks are left out, as are the other ranks' heads that replicated queries project. The limit is of bytes alone: below some ten microseconds attention is two launches and a chain of loads."
         lines += ["", *crossover.markdown(head, table), "", note]
     table = [
-        [_where(c.point), str(c.point.world), _name(c.point), f"{c.tp_us:.1f}", f"{c.cp_us:.1f}", _around(c.cp_us - c.tp_us, c.half_us),
-         f"{c.indexer_us:+.1f}", _around(c.cp_us - c.tp_us - c.indexer_us, c.half_us)]
+        [_where(c.point), str(c.point.world), _name(c.point), f"{c.tp_us:.1f}", f"{c.cp_us:.1f}", _around(c), f"{c.indexer_us:+.1f}", _around(c, c.indexer_us)]
         for c in changes(rows, "mixed")
     ]  # fmt: skip
     if table:
         head = ["context, batch", "P", "decode rows by", "step with TP µs", "with CP µs", "CP - TP", "CP - TP of decode alone", "eager extra"]
         chunks = sorted({r.extra["chunk_tokens"] for r in rows if r.point.arm.startswith("mixed_")})
-        note = f"Whole steps: all decode rows and a prefill chunk of {', '.join(map(str, chunks))} tokens behind them, eager, launched onto an idle device (95% intervals). \"Eager extra\" is what `serving.Setting.eager_extra_us` takes."
+        note = f"Whole steps: all decode rows and a prefill chunk of {', '.join(map(str, chunks))} tokens behind them, eager, with nothing queued ahead of the rank that comes last (95% in brackets). TP's ranks do not wait for each other in such a step and CP's do, so \"eager extra\", what `serving.Setting.eager_extra_us` takes, holds the ranks' skew too, which a layer's sums over ranks cost TP as well."
         lines += ["", *crossover.markdown(head, table), "", note]
     setting = Setting(layers=TOY_LAYERS)
     table = [
-        [_where(c.point), str(c.point.world), _name(c.point), f"{c.tp_us / 1e3:.3f}", f"{c.cp_us / 1e3:.3f}",
-         f"{(c.cp_us - c.tp_us) / 1e3:+.4f}" + (f" ± {c.half_us / 1e3:.4f}" if math.isfinite(c.half_us) else ""), f"{setting.change_ms(c.indexer_us):+.4f}"]
+        [_where(c.point), str(c.point.world), _name(c.point), f"{c.tp_us / 1e3:.3f}", f"{c.cp_us / 1e3:.3f}", _around(c, 0.0, 1e3, 4), f"{setting.change_ms(c.indexer_us):+.4f}"]
         for c in changes(rows, "toy")
     ]  # fmt: skip
     if table:
         head = ["context, batch", "P", "toy M3 with", "TP ms a token", "CP ms a token", "CP - TP, measured", "predicted"]
-        note = f"The toy M3: {TOY_LAYERS} layers with indexer, attention, projections and a dense MLP; the prediction is `serving.Setting(layers={TOY_LAYERS})` over the indexer's rows of this run (95% intervals of what was measured). With replicated queries the toy pays for projecting the other ranks' heads, the prediction does not."
+        note = f"The toy M3: {TOY_LAYERS} layers with indexer, attention, projections and a dense MLP; the prediction is `serving.Setting(layers={TOY_LAYERS})` over the indexer's rows of this run (95% of what was measured in brackets). With replicated queries the toy projects the other ranks' heads, each by launches of its own, which the prediction leaves out; a fused projection would pay for their bytes alone."
         lines += ["", *crossover.markdown(head, table), "", note]
     return lines

@@ -1,6 +1,8 @@
 """What stands around the indexer: rows from a real sweep on a CPU, checks that can fail, the tables of planted rows."""
 
+import dataclasses
 import json
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -168,16 +170,45 @@ def test_shares_and_changes_of_planted_rows():
     found = layers.shares(planted(US | {"projections": 20.0}))
     assert [(s.share, s.attention_of_limit) for s in found] == [(30 / 60, 2.0), (20 / 50, 2.0)]
     (mixed,), (toys,) = (layers.changes(planted(US), kind) for kind in ("mixed", "toy"))
-    assert (mixed.cp_us - mixed.tp_us, mixed.indexer_us, mixed.half_us) == (-5.0, -10.0, 0.0)
+    assert (mixed.cp_us - mixed.tp_us, mixed.indexer_us, mixed.low_us, mixed.high_us) == (-5.0, -10.0, -5.0, -5.0)
     assert (toys.tp_us, toys.cp_us, toys.indexer_us) == (500.0, 472.0, -10.0)
+
+
+@pytest.mark.parametrize("change", [{"query_len": 4}, {"shared_prefix_tokens": 64}, {"seed": 1}])
+def test_rows_of_another_shape_stand_for_nobody(change):
+    """Rows of the indexer that have no attention, no toy of their own: they change no share and no prediction."""
+    rows = planted(US)
+    others = [synthetic.row(point(arm, 2).replace(**change), us, np.random.default_rng(0), jitter=0.0) for arm, us in (("tp", 90.0), ("cp", 40.0))]
+    assert layers.shares(rows + others) == layers.shares(rows) and layers.changes(rows + others, "toy") == layers.changes(rows, "toy")
+
+
+def test_graphs_meet_graphs_and_a_warm_row_stands_for_no_cold_one():
+    rows = planted(US)
+    graphs = [dataclasses.replace(r, point=r.point.replace(launch="graph"), samples_us=[us / 2 for us in r.samples_us]) for r in rows if "mixed" not in r.point.arm]
+    for both in (rows + graphs, graphs + rows):
+        assert sorted((s.point.arm, s.point.launch, s.indexer_us, s.attention_us) for s in layers.shares(both)) == [
+            ("cp", "eager", 20.0, 10.0), ("cp", "graph", 10.0, 5.0), ("tp", "eager", 30.0, 10.0), ("tp", "graph", 15.0, 5.0),
+        ]  # fmt: skip
+        assert sorted((c.point.launch, c.tp_us, c.cp_us) for c in layers.changes(both, "toy")) == [("eager", 500.0, 472.0), ("graph", 250.0, 236.0)]
+    assert layers.shares([dataclasses.replace(r, cache_state="warm") if r.point.arm == "attention" else r for r in rows]) == []
+
+
+def test_an_interval_is_of_what_stands_before_it():
+    """Rounds of two levels: their means, and an interval of those, lie elsewhere than the medians that are printed."""
+    level = {"toy_tp": [100.0] * 6 + [140.0] * 5, "toy_cp": [90.0] * 11}
+    rows = [dataclasses.replace(r, samples_us=level.get(r.point.arm, r.samples_us)) for r in planted(US)]
+    (found,) = layers.changes(rows, "toy")
+    assert (found.cp_us - found.tp_us, found.low_us, found.high_us) == (-10.0, -50.0, -10.0)
+    alone = [dataclasses.replace(r, samples_us=r.samples_us[:1]) for r in rows]
+    assert math.isinf(layers.changes(alone, "toy")[0].high_us)
 
 
 def test_tables_of_planted_rows(tmp_path):
     records.append(tmp_path, *planted(US))
     lines = layers.main(str(tmp_path))
     assert "| 700, 2 | 2 | TP staged | 30.0 | 10.0 | 2.00x | - | 75% |" in lines
-    assert "| 700, 2 | 2 | CP staged, collective, gathered | 100.0 | 95.0 | -5.0 ± 0.0 | -10.0 | +5.0 ± 0.0 |" in lines
-    assert "| 700, 2 | 2 | CP staged, collective, gathered | 0.500 | 0.472 | -0.0280 ± 0.0000 | -0.0300 |" in lines
+    assert "| 700, 2 | 2 | CP staged, collective, gathered | 100.0 | 95.0 | -5.0 (-5.0 to -5.0) | -10.0 | +5.0 (+5.0 to +5.0) |" in lines
+    assert "| 700, 2 | 2 | CP staged, collective, gathered | 0.500 | 0.472 | -0.0280 (-0.0280 to -0.0280) | -0.0300 |" in lines
     values = json.loads((tmp_path / records.ROWS_FILE).read_text().splitlines()[0])
     with open(tmp_path / records.ROWS_FILE, "a") as file:
         file.write(json.dumps(values | {"node": "another", "point": values["point"] | {"seed": 1}}) + "\n")
