@@ -266,15 +266,16 @@ def _cubin_resources(cubin: bytes) -> tuple[int, int]:
 
 
 def launches(points: Iterable[Point]) -> list[dict[str, Any]]:
-    """The one- and two-launch kernels that these Points launch, warm-up included, each once: what `_compile` takes."""
+    """The one- and two-launch kernels of TP and CP that these Points launch, warm-up included, each once: what `_compile` takes."""
     from m3cp.kernels import fused, score, tile
     from m3cp.shard import Shard
 
     found: dict[tuple, dict[str, Any]] = {}
     for p in points:
-        if p.arm not in ("tp", "cp") or p.form not in ("one_launch", "two_launch"):
+        arm = p.arm.removeprefix("mixed_").removeprefix("toy_")
+        if arm not in ("tp", "cp") or p.form not in ("one_launch", "two_launch"):
             continue
-        exchange, most = p.arm == "cp", p.batch + p.rows_padded
+        exchange, most = arm == "cp", p.batch + p.rows_padded
         heads = p.shape.heads if exchange else Shard(0, p.world, p.shape.heads).local_heads
         buckets = sorted({score.request_bucket(min(n, most)) for n in (1, 32, 256, 2048, 16_384, most)})
         phases = (fused.ONE_LAUNCH,) if p.form == "one_launch" else (fused.PUSH, fused.CHOOSE)

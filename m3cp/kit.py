@@ -297,7 +297,10 @@ def stress(form: str) -> Callable[[Path, float], list[str]]:
         _on_gpus(here, 1 if form == "one_launch" else 2)
         verdict = trust.known(form, here["node"], here["ranks"], run)
         if verdict is None or verdict.trusted:  # a refusal stands; trust is earned on this very node
-            verdict = trust.check(form, here["node"], here["ranks"], run)
+            try:
+                verdict = trust.check(form, here["node"], here["ranks"], run)
+            except trust.TooShort as why:
+                raise Cut(str(why)) from None
         if not verdict.trusted:
             raise RuntimeError(verdict.text)
         return [verdict.text]

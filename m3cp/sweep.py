@@ -30,6 +30,7 @@ from m3cp.shapes import Point, require
 ROOT = records.PACKAGE.parent
 WORKER = "m3cp.ranks"  # the module that every rank runs
 STARTS = 3  # of workers that end before their first group; after that the Points of so many ranks are given up
+COMPILE_S = 150.0  # at most, for kernels that are compiled before the ranks start
 SHOWN = 20  # Points that a table names
 FAILED, NOT_MEASURED = 1, 2  # exit statuses beside 0: a Point failed or was not reached; nothing could be measured
 
@@ -235,12 +236,14 @@ def main(
         known, said = _known(out, set(points), facts["node"], provenance)
         known = set() if remeasure else known
         unknown = [p for p in points if p not in known]
-        if device == "cuda" and ahead:
-            compiled.ahead(unknown)
         refused = trust.refusals(unknown, facts["node"], count, out) if device == "cuda" else {}
         plan = _plan([p for p in points if p not in refused], device, known)
         plan.skipped |= refused
         announce(plan, device, out)
+        if device == "cuda" and ahead:
+            limit_s = COMPILE_S if minutes is None else min(COMPILE_S, 30 * minutes)  # half of the time that was given
+            for problem in compiled.ahead(plan.points, limit_s)[1]:
+                print(f"not compiled ahead: {problem}")
         new = {p: reason for p, reason in plan.skipped.items() if p not in said}
         if new:
             records.append(out / rows, *(records.Row(p, "skipped", p.arm, facts["node"], 0, error=reason) for p, reason in new.items()))

@@ -55,6 +55,10 @@ class Verdict:
         return f"form {self.form!r} is refused {where}: its stress check failed: {self.why}"
 
 
+class TooShort(Exception):
+    """A stress check whose time was up before it came to all legs, and that found nothing wrong: no verdict, so it is made again."""
+
+
 def user_file() -> Path:
     """Where this user's verdicts stand."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -134,6 +138,7 @@ def check(form: str, node: str, ranks: int, run: Path, seconds: float = STRESS_S
 
     Raises:
         ValueError: a form that waits for no other program.
+        TooShort: no leg was wrong, but some did not run.
     """
     require("form", form, form in FORMS, f"one of {', '.join(FORMS)}")
     require("ranks", ranks, ranks > 1 or form == "one_launch", "2 or more: on one rank only 'one_launch' waits for anybody")
@@ -161,7 +166,8 @@ def check(form: str, node: str, ranks: int, run: Path, seconds: float = STRESS_S
         why = "it ended without a launch"
     elif not why:
         idle = set(legs(form, ranks)) - {f"{leg['kind']} {leg['leg']}" for leg in found if leg["launches"]}
-        why = f"{seconds:g} s were up before these legs ran: {', '.join(sorted(idle))}" if idle else ""
+        if idle:
+            raise TooShort(f"stress check of form {form!r} on {node}: {seconds:g} s were up before these legs ran: {', '.join(sorted(idle))}; the next try finds its kernels compiled")
     verdict = say(form, node, ranks, run, trusted=not why, launches=launches, why=why)
     print(verdict.text, flush=True)
     return verdict
@@ -181,6 +187,10 @@ def refusals(points: Iterable[Point], node: str, gpus: int, run: Path) -> dict[P
         group = [p for p in mine if p.form == form]
         ranks = max((p.world for p in group if p.world <= gpus), default=1)
         if group and (ranks > 1 or form == "one_launch"):
-            verdict = known(form, node, ranks, run) or check(form, node, ranks, run)
+            try:
+                verdict = known(form, node, ranks, run) or check(form, node, ranks, run)
+            except TooShort as why:
+                refused |= dict.fromkeys(group, str(why))
+                continue
             refused |= {} if verdict.trusted else dict.fromkeys(group, verdict.text)
     return refused

@@ -85,6 +85,8 @@ def test_each_kernel_once_and_none_of_forms_that_compile_fast():
     assert compiled.launches([staged, TP.replace(arm="page_read", form=None)]) == []
     assert len(compiled.launches([TP, TP.replace(context_tokens=32_768), staged])) == 1
     assert len(compiled.launches([CP, TP])) == 3  # CP of 8 requests is warmed with one request too
+    around = [CP.replace(arm="toy_cp"), CP.replace(arm="mixed_cp", launch="eager"), TP.replace(arm="toy_tp")]
+    assert [len(compiled.launches(points)) for points in (around, [CP, TP, *around])] == [3, 3], "a toy and a mixed step launch TP's and CP's"
     assert compiled.ahead([staged]) == (0, [])
 
 

@@ -161,7 +161,6 @@ def test_a_gpu_never_seen_is_checked_once_before_one_launch_is_trusted(here, mon
         ([leg()], watchdog.Ended(-9, 180.0, "not done within 180 s, ended", True), "not done within 180 s"),
         (None, watchdog.Ended(-11, 3.0, "ended by SIGSEGV"), "ended by SIGSEGV"),
         ([leg(launches=0)] * 9, FINE_END, "ended without a launch"),
-        ([leg(), leg(launches=0)], FINE_END, "30 s were up before these legs ran: small cp/one_launch/symmetric/gathered 8k x1 P=2 graph"),
         (None, FINE_END, "ended without a launch"),
     ],
 )
@@ -172,6 +171,18 @@ def test_what_fails_the_check_refuses_the_points_of_that_form_alone(here, monkey
     assert set(refused) == set(points[2:]) and all(words in why and "refused" in why for why in refused.values())
     assert [form for form, *_ in asked] == ["two_launch", "one_launch"], "in rising risk"
     assert trust.refusals(points, "4x GPU", 4, here) == refused and len(asked) == 2
+
+
+def test_a_check_without_the_time_for_all_legs_is_no_verdict(here, monkeypatch):
+    """Nothing was wrong: what was not reached is skipped now and checked again next time, in a sweep and in the kit."""
+    asked = checked(monkeypatch, {"one_launch": ([leg(), leg(launches=0)], FINE_END)})
+    words = "30 s were up before these legs ran: small cp/one_launch/symmetric/gathered 8k x1 P=2 graph"
+    refused = trust.refusals([point("staged"), point("one_launch")], "4x GPU", 4, here)
+    assert set(refused) == {point("one_launch")} and words in refused[point("one_launch")]
+    assert trust.known("one_launch", "4x GPU", 2, here) is None
+    trust.refusals([point("one_launch")], "4x GPU", 4, here)
+    assert len(asked) == 2
+    assert kit.run_step("stress_one_launch", here, 60) == kit.CUT_STATUS and trust.load(here / trust.FILE) == []
 
 
 def test_the_short_stress_names_legs_of_its_form_alone():
@@ -330,16 +341,20 @@ def test_coarse_grained_memory_refuses_the_forms_that_poll_it(here, monkeypatch)
         assert "coarse-grained between GPUs 0 to 1" in trust.known(form, "4x AMD Instinct MI355X", 2, here).text
 
 
-def test_a_sweep_skips_a_refused_form_in_words(here, monkeypatch):
+def test_a_sweep_skips_a_refused_form_in_words(here, monkeypatch, capsys):
     """The hook in the sweep itself: what is refused is a skipped row that says why, and nothing of it is started."""
     trust.say("one_launch", "1x A GPU", 1, here, trusted=False, why="2 mismatches")
     gpu = sweep.doctor.Device(0, "amd", "A GPU", "gfx950", 256, 1 << 38, 1 << 22, 1 << 28)
     monkeypatch.setattr(sweep.doctor, "sweep_device", lambda asked=None: "cuda")
     monkeypatch.setattr(sweep.doctor, "devices", lambda: (gpu,))
     monkeypatch.setattr(sweep.doctor, "provenance", lambda: {"versions": {}})
-    sweep.main([point("one_launch", 1, "tp")], out=here, device="cuda")
+    ahead = []
+    monkeypatch.setattr(compiled, "ahead", lambda points, limit_s: ahead.append((points, limit_s)) or (1, ["exit status 1: no ptxas"]))
+    sweep.main([point("one_launch", 1, "tp")], out=here, device="cuda", minutes=1)
     (row,) = records.load(here)
     assert row.status == "skipped" and "form 'one_launch' is refused on 1x A GPU" in row.error and "2 mismatches" in row.error
+    assert ahead == [([], 30.0)], "kernels of what is measured alone, in at most half of the time"
+    assert "not compiled ahead: exit status 1: no ptxas" in capsys.readouterr().out
 
 
 def swept(monkeypatch, run, statuses):
