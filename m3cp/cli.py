@@ -213,6 +213,23 @@ Run = Annotated[str, typer.Argument(help="A run's folder or name; default: the l
 
 
 @app.command()
+def predict(
+    file: Annotated[Path, typer.Argument(help="Predictions: written with --grid, read with --against.")],
+    run: Annotated[str, typer.Option(help="The run whose rows the models are fitted to; default as of `m3cp fit`.")] = "",
+    grid: Annotated[Path | None, typer.Option(help="The grid to predict, before anybody runs it.")] = None,
+    world: Annotated[int | None, typer.Option(help="Only its Points of so many ranks.")] = None,
+    against: Annotated[str | None, typer.Option(help="The run that measured what the file predicts.")] = None,
+) -> None:
+    """Write down what a grid will take on more ranks than were measured, or print how that came out."""
+    if (grid is None) == (against is None):
+        raise typer.BadParameter("give --grid to predict, or --against RUN to compare: one of them")
+    from m3cp import predictions
+
+    _say("predict", lambda: predictions.make(run, grid, file, world) if grid is not None else predictions.against(file, against))
+
+
+
+@app.command()
 def policy(
     run: Run = "",
     out: Annotated[Path | None, typer.Option(help="The policy file; default: beside the rows.")] = None,

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ANALYSIS = ("shapes", "shard", "traffic", "records", "fit", "policy", "plots", "serving", "notebook", "engines", "explore", "dashboard", "widgets", "recording", "lesson", "review", "report", "targets")
+ANALYSIS = ("shapes", "shard", "traffic", "records", "fit", "policy", "plots", "serving", "notebook", "engines", "explore", "dashboard", "widgets", "recording", "lesson", "review", "report", "targets", "predictions")
 PACKAGE = Path(__file__).parent.parent / "m3cp"
 
 
