@@ -175,7 +175,7 @@ def fit(
     if layers:
         from m3cp import layers as around
 
-        _say("fit", lambda: around.main(run))
+        _say("fit", lambda: around.main(run, figures))
         return
     from m3cp.frames import find_run
     from m3cp.notebook import NotebookFailed, run_notebook

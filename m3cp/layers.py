@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -150,8 +151,11 @@ def _around(c: Change, minus_us: float = 0.0, unit_us: float = 1.0, digits: int 
     return at + (f" ({band[0]} to {band[1]})" if math.isfinite(c.low_us) else "")
 
 
-def main(run: str = "") -> list[str]:
+def main(run: str = "", figures: Path | None = None) -> list[str]:
     """What `m3cp fit --layers` prints: the shares, mixed steps, and the toy's measured change beside the predicted one.
+
+    Args:
+        figures: folder for the figure of the shares; None draws none.
 
     Raises:
         ValueError, FileNotFoundError: as `read`.
@@ -160,11 +164,19 @@ def main(run: str = "") -> list[str]:
 
     name, rows = read(run)
     lines = [f"{name}: {rows[0].node}; microseconds a call, slowest rank, median of the rounds"]
+    parts = shares(rows)
     table = [
         [_where(s.point), str(s.point.world), _name(s.point), f"{s.indexer_us:.1f}", f"{s.attention_us:.1f}", f"{s.attention_of_limit:.2f}x",
          "-" if s.projections_us is None else f"{s.projections_us:.1f}", f"{s.share:.0%}"]
-        for s in shares(rows)
+        for s in parts
     ]  # fmt: skip
+    if parts and figures is not None:
+        from m3cp import plots
+
+        worlds = ", ".join(sorted({str(s.point.world) for s in parts}))
+        commits = ", ".join(sorted({r.provenance.get("commit", "unknown") for r in rows}))
+        drawn = plots.layer_shares([(_where(s.point), _name(s.point), s) for s in parts], f"What a sparse layer's parts take  ·  {rows[0].node}  ·  P = {worlds}")
+        lines += [f"{path}" for path in plots.save(drawn, "layer_shares", name, commits, figures)]
     if table:
         head = ["context, batch", "P", "indexer", "indexer µs", "attention µs", "of its limit", "projections µs", "indexer's share"]
         note = "A sparse layer here is the indexer, attention over the chosen blocks and the projections (- : not measured, and left out); experts, norms and sums over ranks are left out, as are the other ranks' heads that replicated queries project. The limit is of bytes alone: below some ten microseconds attention is two launches and a chain of loads."

@@ -745,3 +745,40 @@ def regrets(found: Sequence[Any], title: str = "Loss against the oracle near bre
         axis.set_title(f"{each.steps} {each.truth} batches: {each.verdict}", loc="left", fontsize=8, wrap=True)
     fig.suptitle(title, x=0.01, ha="left")
     return fig
+
+
+@styled
+def layer_shares(bars: Sequence[tuple[str, str, Any]], title: str) -> Figure:
+    """What a sparse layer's measured parts take, a bar a way to choose blocks, the indexer's share at its end.
+
+    Args:
+        bars: (shape in words, way in words, `layers.Share`), those of a shape one after another.
+        title: of the figure.
+
+    Raises:
+        ValueError: no bar.
+    """
+    if not bars:
+        raise ValueError("layer_shares: nothing to show, no row of the indexer has one of attention at its shape")
+    y, at, shape = 0.0, [], None
+    fig = figure(7.2, 0.9 + 0.21 * len(bars) + 0.08 * len({where for where, _, _ in bars}))
+    axis = fig.subplots()
+    for where, way, share in bars:
+        y += 0.45 if shape not in (None, where) else 0.0
+        shape = where
+        left = 0.0
+        indexer = CP_COLOUR if way.startswith("CP") else TP_COLOUR
+        for us, colour, hatch in ((share.indexer_us, indexer, ""), (share.attention_us, "#8c8c8c", "//"), (share.projections_us or 0.0, "#d4d4d4", "..")):
+            axis.barh(y, us, left=left, height=0.8, color=colour, hatch=hatch, edgecolor="white", linewidth=0.4)
+            left += us
+        axis.annotate(f"{share.share:.0%}", (left, y), (3, 0), textcoords="offset points", va="center", fontsize=7)
+        at.append((y, f"{where}   {way}"))
+        y += 1.0
+    axis.set_yticks([v for v, _ in at], [words for _, words in at], fontsize=7)
+    axis.set_ylim(y - 0.4, -0.6)
+    axis.set_xlim(0, axis.get_xlim()[1] * 1.06)
+    axis.set_xlabel("µs a layer and rank; at the end the indexer's share")
+    axis.set_title(title, loc="left", fontsize=9)
+    marks = [("indexer, TP", TP_COLOUR, ""), ("indexer, CP", CP_COLOUR, ""), ("attention over the choice", "#8c8c8c", "//"), ("projections", "#d4d4d4", "..")]
+    axis.legend(handles=[Patch(facecolor=c, hatch=h, edgecolor="white", label=w) for w, c, h in marks], loc="lower right", fontsize=7)
+    return fig

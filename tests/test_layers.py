@@ -3,15 +3,17 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import synthetic
 import torch
+from matplotlib.colors import to_hex
 from typer.testing import CliRunner
 
-from m3cp import cli, crossover, frames, inputs, layer_arms, layers, records, sweep, timing, toy, traffic, worker
+from m3cp import cli, crossover, frames, inputs, layer_arms, layers, plots, records, sweep, timing, toy, traffic, worker
 from m3cp import grid as planning
 from m3cp.shapes import LAYER_ARMS, IndexerShape, Point
 
@@ -214,6 +216,25 @@ def test_tables_of_planted_rows(tmp_path):
         file.write(json.dumps(values | {"node": "another", "point": values["point"] | {"seed": 1}}) + "\n")
     with pytest.raises(ValueError, match="of one machine and one code version"):
         layers.main(str(tmp_path))
+
+
+def test_the_figure_of_shares_has_a_bar_a_way_as_long_as_its_parts(tmp_path):
+    rows = planted(US | {"projections": 20.0})
+    records.append(tmp_path, *rows)
+    said = layers.main(str(tmp_path), tmp_path / "figures")
+    assert [Path(line).name for line in said if "layer_shares" in line] == ["layer_shares.svg", "layer_shares.png"]
+    parts = layers.shares(rows)
+    (axis,) = plots.layer_shares([(f"shape {i}", "CP way" if i else "TP way", share) for i, share in enumerate(parts)], "shares").axes
+    bars = axis.patches
+    assert len(bars) == 3 * len(parts)
+    for i, share in enumerate(parts):
+        mine = bars[3 * i : 3 * i + 3]
+        assert [b.get_width() for b in mine] == pytest.approx([share.indexer_us, share.attention_us, share.projections_us or 0.0])
+        assert mine[2].get_x() == pytest.approx(share.indexer_us + share.attention_us)
+        assert to_hex(mine[0].get_facecolor()).upper() == (plots.CP_COLOUR if i else plots.TP_COLOUR)
+    assert [t.get_text() for t in axis.texts] == [f"{share.share:.0%}" for share in parts]
+    with pytest.raises(ValueError, match="nothing to show"):
+        plots.layer_shares([], "shares")
 
 
 def test_a_run_without_these_rows_says_how_to_measure_them():
