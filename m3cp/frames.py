@@ -231,7 +231,7 @@ def load_run(run: str = "", root: Path | None = None) -> Loaded:
     rows = records.load(folder)
     if not any(row.status == "ok" and row.point.arm not in LAYER_ARMS for row in rows):
         error = next((row.error for row in rows if row.error), "")
-        raise ValueError(f"run={run!r}: {folder.name} has no timed row of the indexer; the first error was {error!r}")
+        raise ValueError(f"run={run!r}: {folder.name} has no timed row of the indexer" + (f"; the first error was {error!r}" if error else ""))
     frame = table(rows, source=source)
     commits = sorted(set(frame["commit"]))
     return Loaded(folder.name, source, ", ".join(commits), frame)

@@ -199,4 +199,6 @@ def main(run: str = "", figures: Path | None = None) -> list[str]:
         head = ["context, batch", "P", "toy M3 with", "TP ms a token", "CP ms a token", "CP - TP, measured", "predicted"]
         note = f"The toy M3: {TOY_LAYERS} layers with indexer, attention, projections and a dense MLP; the prediction is `serving.Setting(layers={TOY_LAYERS})` over the indexer's rows of this run (95% of what was measured in brackets). With replicated queries the toy projects the other ranks' heads, each by launches of its own, which the prediction leaves out; a fused projection would pay for their bytes alone."
         lines += ["", *crossover.markdown(head, table), "", note]
+    if len(lines) == 1:
+        lines.append("Nothing to compare: no TP or CP row stands at the shape of an attention, mixed or toy row.")
     return lines

@@ -69,8 +69,9 @@ def test_no_fit_and_no_figure_of_paths_meets_these_rows(run):
 
 def test_a_run_of_these_rows_alone_says_so(run, tmp_path):
     records.append(tmp_path, *(r for r in records.load(run) if r.point.arm in LAYER_ARMS))
-    with pytest.raises(ValueError, match="has no timed row of the indexer"):
+    with pytest.raises(ValueError, match="has no timed row of the indexer$"):
         frames.load_run(str(tmp_path))
+    assert layers.main(str(tmp_path))[1:] == ["Nothing to compare: no TP or CP row stands at the shape of an attention, mixed or toy row."]
 
 
 def made(arm, world=1, dtype="bf16"):
