@@ -300,7 +300,8 @@ def stress(form: str) -> Callable[[Path, float], list[str]]:
             try:
                 verdict = trust.check(form, here["node"], here["ranks"], run)
             except trust.TooShort as why:
-                raise Cut(str(why)) from None
+                print(why, flush=True)
+                verdict = trust.check(form, here["node"], here["ranks"], run)  # too short again fails this step, or nothing behind it would ever run
         if not verdict.trusted:
             raise RuntimeError(verdict.text)
         return [verdict.text]

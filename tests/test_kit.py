@@ -174,7 +174,7 @@ def test_what_fails_the_check_refuses_the_points_of_that_form_alone(here, monkey
 
 
 def test_a_check_without_the_time_for_all_legs_is_no_verdict(here, monkeypatch):
-    """Nothing was wrong: what was not reached is skipped now and checked again next time, in a sweep and in the kit."""
+    """Nothing was wrong: a sweep skips the form now and checks it again next time; the kit checks it again at once, which decides."""
     asked = checked(monkeypatch, {"one_launch": ([leg(), leg(launches=0)], FINE_END)})
     words = "30 s were up before these legs ran: small cp/one_launch/symmetric/gathered 8k x1 P=2 graph"
     refused = trust.refusals([point("staged"), point("one_launch")], "4x GPU", 4, here)
@@ -182,7 +182,17 @@ def test_a_check_without_the_time_for_all_legs_is_no_verdict(here, monkeypatch):
     assert trust.known("one_launch", "4x GPU", 2, here) is None
     trust.refusals([point("one_launch")], "4x GPU", 4, here)
     assert len(asked) == 2
-    assert kit.run_step("stress_one_launch", here, 60) == kit.CUT_STATUS and trust.load(here / trust.FILE) == []
+    assert kit.run_step("stress_one_launch", here, 60) == 1 and len(asked) == 4 and words[:37] in kit.read(here / "said" / "stress_one_launch.json")["why"]
+    assert trust.load(here / trust.FILE) == []
+    answers = [trust.TooShort("x"), trust.Verdict("one_launch", True, "4x GPU", 4, "code", 7)]
+
+    def second(*given):
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(trust, "check", second)
+    assert kit.run_step("stress_one_launch", here, 60) == 0 and not answers
 
 
 def test_the_short_stress_names_legs_of_its_form_alone():
