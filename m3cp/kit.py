@@ -475,7 +475,7 @@ def page(run: Path, seconds: float) -> list[str]:
     return [str(kit_page.page(run).name)]
 
 
-# Seconds that are usual: estimated for two H200 with cold caches of kernels, to be compared with what the page says.
+# Seconds that are usual, with room: two H200 without compiled kernels took 433 in all (LOG.md, 2026-11-30).
 STEPS = (
     Step("doctor", "what this machine is", 15, 90, doctor_step),
     Step("footprint", "read rate by footprint, page read", 40, 150, footprint),
