@@ -38,7 +38,7 @@ from m3cp.shapes import IndexerShape, Point, require, tokens_text
 SKEWS_US = (0.0, 5.0, 20.0)
 SHAPES = {"cuda": ((8192, 8), (131_072, 8)), "cpu": ((576, 2), (1024, 2))}  # (context tokens, batch): near break-even, far above
 MAX_CONTEXT = {"cuda": 131_072, "cpu": 1024}
-LAYERS = {"cuda": 8, "cpu": 4}  # of a graph at least; a cold rotation may need more
+LAYERS = {"cuda": 8, "cpu": 2}  # of a graph at least; a cold rotation may need more
 ROUNDS = {"cuda": 21, "cpu": 5}
 DRAWS = 1000
 # MiniMax-M3's experts, as `MiniMaxM3VLTextConfig` of transformers 5.17 has them: three products of this width each,
