@@ -198,7 +198,7 @@ def _projections(point: Point, shard: Shard, device: torch.device, llc_bytes: in
 
     return dict(
         calls=[lambda n=n: call(n) for n in range(calls)], path="projections", stages=["projections"], verify=verify, launches=2,
-        collectives=0, extra={"hidden": traffic.HIDDEN}, footprint_bytes=copies * traffic.projection_bytes(point),
+        collectives=0, extra={"hidden": traffic.HIDDEN}, footprint_bytes=copies * traffic.projection_bytes(point), caches=copies,
     )  # fmt: skip
 
 
@@ -282,5 +282,5 @@ def _toy(point: Point, decode: TPDecode | CPDecode) -> dict[str, Any]:
 
     return dict(
         calls=[lambda n=n: call(n) for n in range(FEW_CALLS)], path=decode.path, stages=["projections", *decode.stages, "attention", "mlp"], verify=verify,
-        extra={"layers": TOY_LAYERS, **TOY[device.type]}, footprint_bytes=traffic.distinct_bytes_read(point) + weights,
+        extra={"layers": TOY_LAYERS, **TOY[device.type]}, footprint_bytes=traffic.distinct_bytes_read(point) + weights, caches=1,
     )  # fmt: skip

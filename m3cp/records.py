@@ -57,7 +57,7 @@ class Row:
         samples_us: microseconds a call, one per round: the maximum over the ranks.
         rank_samples_us: the same per rank, `[ranks][rounds]`.
         calls_per_replay, replays_per_round: how many calls a sample averages over.
-        caches: distinct caches rotated through; `pool_bytes` is the memory their pages were drawn from.
+        caches: distinct caches rotated through, of projections copies of the weights, of a toy its one model; `pool_bytes` is the memory their pages were drawn from.
         evict_us: time of the evicting read that stood between calls and was subtracted; None when none did.
         cache_state: "cold" or "warm": what the bytes touched make it, whatever was asked for.
         footprint_over_l2, footprint_over_llc: distinct bytes a rank touches before it meets the same page again, over

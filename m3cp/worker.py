@@ -341,6 +341,7 @@ class Arm:
         rotation_us: host time of one rotation without graphs.
         best: an engine's arm at the fastest of its launch settings, where that is not the engine's own.
         footprint_bytes: distinct bytes of a rotation, where they are not those of the plan's caches.
+        caches: what it rotates through, where that is not the plan's caches: copies of weights, of a model.
     """
 
     point: Point
@@ -355,6 +356,7 @@ class Arm:
     rotation_us: float = 0.0
     best: Arm | None = None
     footprint_bytes: int | None = None
+    caches: int | None = None
 
 
 class Expected:
@@ -837,7 +839,7 @@ class Sweep:
             place.evict()
         runs = {str(i): self._eager_run(arm, plan, evict) for i, arm in enumerate(arms)}
         slow = max(max(each) for each in peers.exchange([arm.rotation_us for arm in arms]))
-        rounds = timing.eager_rounds(slow)
+        rounds = timing.eager_rounds(slow, timing.EAGER_ROUNDS if place.on_gpu else timing.WARM_ROUNDS)
         samples = together(lambda: timing.measure(self._beating(runs), rounds))
         after = [self.agreed(together(lambda arm=arm: checked(arm))) for arm in arms]
         ranks = peers.exchange(samples)
@@ -865,11 +867,16 @@ class Sweep:
             for call in arm.calls:
                 call()
 
-        # Whole steps count what launching them costs: nothing is queued ahead of them.
-        hold = (lambda: None) if arm.point.arm.startswith("mixed_") else place.hold
-        return timing.timed_replays(
-            rotation, calls=len(arm.calls), replays=1, align=place.align, hold=hold, timer=timing.DeviceTimer()
-        )
+        hold, align = place.hold, place.align
+        if arm.point.arm.startswith("mixed_"):
+            # Whole steps count what launching them costs: nothing is queued ahead of them, behind the ranks' meeting neither.
+            def hold() -> None: ...
+
+            def align() -> None:
+                place.align()
+                torch.cuda.synchronize(place.device)
+
+        return timing.timed_replays(rotation, calls=len(arm.calls), replays=1, align=align, hold=hold, timer=timing.DeviceTimer())
 
     def _beating(self, runs: dict[str, Callable[[], list[float]]]) -> dict[str, Callable[[], list[float]]]:
         """The same runs, each telling the launcher first that the job is alive."""
@@ -910,7 +917,7 @@ class Sweep:
             return dataclasses.replace(self.failed(point, problem), check=arm.check)
         return records.Row(
             point=point, status="ok", path=arm.path, node=self.job["node"], ranks=self.peers.world, timed_region=arm.stages,
-            samples_us=samples, rank_samples_us=rank_samples_us, caches=plan.caches,
+            samples_us=samples, rank_samples_us=rank_samples_us, caches=arm.caches or plan.caches,
             pool_bytes=self._pool[1].numel() * self._pool[1].element_size(), cache_state="cold" if cold else "warm",
             footprint_over_l2=touched / place.l2_bytes if place.l2_bytes else None, footprint_over_llc=touched / place.llc_bytes,
             bytes_read=traffic.bytes_read(point), distinct_bytes_read=busiest, bytes_exchanged=traffic.bytes_exchanged(point),

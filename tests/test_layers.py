@@ -256,6 +256,13 @@ def arm_of(name, **fields):
     return worker.Arm(point(name).replace(cache="cold"), [print] * 3, name, [name], {"passed": True, "rows": 1, "against": "it"}, dict, **fields)
 
 
+def test_a_row_says_what_it_rotates_through(run):
+    caches = {row.point.arm: row.caches for row in records.load(run)}
+    assert caches["toy_tp"] == caches["toy_cp"] == 1 == caches["projections"] and caches["tp"] >= 1  # warm: one copy of the weights
+    made = sweep_of().row(arm_of("projections", caches=61), timing.CachePlan(4, 4, False, True), [[10.0] * 3], 0.0)
+    assert made.caches == 61 and sweep_of().row(arm_of("attention"), timing.CachePlan(4, 4, False, True), [[10.0] * 3], 0.0).caches == 4
+
+
 @pytest.mark.parametrize("footprint, state", [(199, "warm"), (201, "cold"), (None, "cold")])
 def test_a_row_is_cold_when_its_own_rotation_is(footprint, state):
     row = sweep_of().row(arm_of("attention", footprint_bytes=footprint), timing.CachePlan(4, 4, False, True), [[1.0]], 0.0)
@@ -268,5 +275,9 @@ def test_on_a_gpu_nothing_is_queued_ahead_of_a_mixed_step(monkeypatch, name, hel
     given = {}
     monkeypatch.setattr(timing, "timed_replays", lambda rotation, **named: given.update(named))
     monkeypatch.setattr(timing, "DeviceTimer", lambda: None)
-    sweep_of(on_gpu=True)._eager_run(arm_of(name), timing.CachePlan(4, 4, False, True), None)
+    sweep_of(on_gpu=True, align=lambda: None, device=CPU)._eager_run(arm_of(name), timing.CachePlan(4, 4, False, True), None)
     assert (given["hold"] == "hold") == held and given["calls"] == 3
+    done = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: done.append("idle"))
+    given["align"]()
+    assert done == ([] if held else ["idle"]), "the rank that comes first must not queue its step while it waits for the other"

@@ -107,6 +107,7 @@ def test_counts_are_bounded():
         replays, rounds = timing.replay_counts("cold", rotation_us)
         assert 2 <= replays <= 100 and rounds == timing.COLD_ROUNDS
         assert 3 <= timing.eager_rounds(rotation_us) <= 7
+    assert timing.eager_rounds(2000.0, 51) == 51 and timing.eager_rounds(60_000.0, 51) == 10
     assert timing.replay_counts("cold", 1500.0)[0] == 10
 
 
