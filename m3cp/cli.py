@@ -160,6 +160,9 @@ def fit(
     layers: Annotated[
         bool, typer.Option("--layers", help="Print the indexer's share of a layer, mixed steps and the toy model instead.")
     ] = False,
+    adaptive: Annotated[
+        bool, typer.Option("--adaptive", help="Print what adaptive calls cost over the better path, against the aims, instead.")
+    ] = False,
 ) -> None:
     """Fit a run's rows and draw its figures, through papermill on notebooks/20_crossover.ipynb."""
     if errors:
@@ -176,6 +179,11 @@ def fit(
         from m3cp import layers as around
 
         _say("fit", lambda: around.main(run, figures))
+        return
+    if adaptive:
+        from m3cp import adaptive as choosing
+
+        _say("fit", lambda: choosing.main(run))
         return
     from m3cp.frames import find_run
     from m3cp.notebook import NotebookFailed, run_notebook
