@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections.abc import Callable
@@ -165,25 +166,13 @@ def fit(
     ] = False,
 ) -> None:
     """Fit a run's rows and draw its figures, through papermill on notebooks/20_crossover.ipynb."""
-    if errors:
-        from m3cp import heldout
-
-        _say("fit", lambda: heldout.main(run))
-        return
-    if targets:
-        from m3cp import targets as aimed
-
-        _say("fit", lambda: aimed.main(run))
-        return
-    if layers:
-        from m3cp import layers as around
-
-        _say("fit", lambda: around.main(run, figures))
-        return
-    if adaptive:
-        from m3cp import adaptive as choosing
-
-        _say("fit", lambda: choosing.main(run))
+    modules = {"heldout": errors, "targets": targets, "layer_shares": layers, "adaptive": adaptive}
+    asked = [name for name, given in modules.items() if given]
+    if len(asked) > 1:
+        raise typer.BadParameter("give one of --errors, --targets, --layers and --adaptive")
+    if asked:
+        text = importlib.import_module(f"m3cp.{asked[0]}")
+        _say("fit", lambda: text.main(run, figures) if layers else text.main(run))
         return
     from m3cp.frames import find_run
     from m3cp.notebook import NotebookFailed, run_notebook

@@ -46,7 +46,7 @@ def table(rows: Sequence[records.Row], source: str = "measured here"):
     """The frame that everything here takes: `records.frame` plus point, code_hash, units, region, boundary, source.
 
     Args:
-        rows: of any runs; those of `LAYER_ARMS` are left out (`m3cp.layers` takes them).
+        rows: of any runs; those of `LAYER_ARMS` are left out (`m3cp.layer_shares` takes them).
         source: where they come from, in words, for legends: "measured here", "recorded", "synthetic", ...
     """
     rows = [row for row in rows if row.point.arm not in LAYER_ARMS]

@@ -122,7 +122,7 @@ def _shape_of(t: Timed) -> tuple[int, int]:
 def weight_bytes(point: Point) -> int:
     """Bytes of weights that one rank streams in a layer for one token, bf16: projections, and its share of the experts.
 
-    More tokens meet more experts, up to all 128; this much is 6.6 times the L2 of an H200 at P = 2 already.
+    More tokens meet more experts, up to all 128; this much is 6.3 times the L2 of an H200 at P = 2 already.
     """
     return traffic.projection_bytes(point) + EXPERTS_A_TOKEN * 3 * traffic.HIDDEN * EXPERT_WIDTH * 2 // point.world
 

@@ -128,6 +128,12 @@ def test_fit_that_draws_nothing_fails(drawn, tmp_path):
     assert done.exit_code == 1 and "drew no figure" in done.output
 
 
+@pytest.mark.parametrize("given", [("--targets", "--layers"), ("--errors", "--adaptive")])
+def test_fit_prints_one_thing_at_a_time(given):
+    done = _run("fit", "h200x2", *given)
+    assert done.exit_code == 2 and "give one of --errors" in done.output
+
+
 def test_fit_of_a_run_that_is_not_there_says_so(tmp_path):
     done = _run("fit", str(tmp_path / "nothing"))
     assert done.exit_code == 1 and "nothing" in done.output and "Traceback" not in done.output

@@ -2,7 +2,7 @@
 
 import pytest
 
-from m3cp import layers, records, sweep
+from m3cp import layer_shares, records, sweep
 from m3cp.shapes import LAYER_ARMS
 
 SHAPE = {"contexts": [16384], "batches": [8], "max_context": 131072}
@@ -15,7 +15,7 @@ def measured(tmp_path, grids, worlds):
     assert {r.status for r in rows} == {"ok"}, [r.error for r in rows]
     for row in rows:
         assert row.check["passed"] and row.cache_state == "cold" and row.median_us > 0.8 * row.limit_us, row
-    print("\n".join(layers.main(str(tmp_path))))
+    print("\n".join(layer_shares.main(str(tmp_path))))
     return rows
 
 

@@ -13,7 +13,21 @@ import torch
 from matplotlib.colors import to_hex
 from typer.testing import CliRunner
 
-from m3cp import cli, crossover, frames, inputs, layer_arms, layers, plots, records, sweep, timing, toy, traffic, worker
+from m3cp import (
+    cli,
+    crossover,
+    frames,
+    inputs,
+    layer_arms,
+    layer_shares,
+    plots,
+    records,
+    sweep,
+    timing,
+    toy,
+    traffic,
+    worker,
+)
 from m3cp import grid as planning
 from m3cp.shapes import LAYER_ARMS, IndexerShape, Point
 
@@ -71,7 +85,7 @@ def test_a_run_of_these_rows_alone_says_so(run, tmp_path):
     records.append(tmp_path, *(r for r in records.load(run) if r.point.arm in LAYER_ARMS))
     with pytest.raises(ValueError, match="has no timed row of the indexer$"):
         frames.load_run(str(tmp_path))
-    assert layers.main(str(tmp_path))[1:] == ["Nothing to compare: no TP or CP row stands at the shape of an attention, mixed or toy row."]
+    assert layer_shares.main(str(tmp_path))[1:] == ["Nothing to compare: no TP or CP row stands at the shape of an attention, mixed or toy row."]
 
 
 def made(arm, world=1, dtype="bf16"):
@@ -169,10 +183,10 @@ US = {"tp": 30.0, "cp": 20.0, "attention": 10.0, "mixed_tp": 100.0, "mixed_cp": 
 
 
 def test_shares_and_changes_of_planted_rows():
-    assert [s.share for s in layers.shares(planted(US))] == [30 / 40, 20 / 30]
-    found = layers.shares(planted(US | {"projections": 20.0}))
+    assert [s.share for s in layer_shares.shares(planted(US))] == [30 / 40, 20 / 30]
+    found = layer_shares.shares(planted(US | {"projections": 20.0}))
     assert [(s.share, s.attention_of_limit) for s in found] == [(30 / 60, 2.0), (20 / 50, 2.0)]
-    (mixed,), (toys,) = (layers.changes(planted(US), kind) for kind in ("mixed", "toy"))
+    (mixed,), (toys,) = (layer_shares.changes(planted(US), kind) for kind in ("mixed", "toy"))
     assert (mixed.cp_us - mixed.tp_us, mixed.indexer_us, mixed.low_us, mixed.high_us) == (-5.0, -10.0, -5.0, -5.0)
     assert (toys.tp_us, toys.cp_us, toys.indexer_us) == (500.0, 472.0, -10.0)
 
@@ -182,33 +196,33 @@ def test_rows_of_another_shape_stand_for_nobody(change):
     """Rows of the indexer that have no attention, no toy of their own: they change no share and no prediction."""
     rows = planted(US)
     others = [synthetic.row(point(arm, 2).replace(**change), us, np.random.default_rng(0), jitter=0.0) for arm, us in (("tp", 90.0), ("cp", 40.0))]
-    assert layers.shares(rows + others) == layers.shares(rows) and layers.changes(rows + others, "toy") == layers.changes(rows, "toy")
+    assert layer_shares.shares(rows + others) == layer_shares.shares(rows) and layer_shares.changes(rows + others, "toy") == layer_shares.changes(rows, "toy")
 
 
 def test_graphs_meet_graphs_and_a_warm_row_stands_for_no_cold_one():
     rows = planted(US)
     graphs = [dataclasses.replace(r, point=r.point.replace(launch="graph"), samples_us=[us / 2 for us in r.samples_us]) for r in rows if "mixed" not in r.point.arm]
     for both in (rows + graphs, graphs + rows):
-        assert sorted((s.point.arm, s.point.launch, s.indexer_us, s.attention_us) for s in layers.shares(both)) == [
+        assert sorted((s.point.arm, s.point.launch, s.indexer_us, s.attention_us) for s in layer_shares.shares(both)) == [
             ("cp", "eager", 20.0, 10.0), ("cp", "graph", 10.0, 5.0), ("tp", "eager", 30.0, 10.0), ("tp", "graph", 15.0, 5.0),
         ]  # fmt: skip
-        assert sorted((c.point.launch, c.tp_us, c.cp_us) for c in layers.changes(both, "toy")) == [("eager", 500.0, 472.0), ("graph", 250.0, 236.0)]
-    assert layers.shares([dataclasses.replace(r, cache_state="warm") if r.point.arm == "attention" else r for r in rows]) == []
+        assert sorted((c.point.launch, c.tp_us, c.cp_us) for c in layer_shares.changes(both, "toy")) == [("eager", 500.0, 472.0), ("graph", 250.0, 236.0)]
+    assert layer_shares.shares([dataclasses.replace(r, cache_state="warm") if r.point.arm == "attention" else r for r in rows]) == []
 
 
 def test_an_interval_is_of_what_stands_before_it():
     """Rounds of two levels: their means, and an interval of those, lie elsewhere than the medians that are printed."""
     level = {"toy_tp": [100.0] * 6 + [140.0] * 5, "toy_cp": [90.0] * 11}
     rows = [dataclasses.replace(r, samples_us=level.get(r.point.arm, r.samples_us)) for r in planted(US)]
-    (found,) = layers.changes(rows, "toy")
+    (found,) = layer_shares.changes(rows, "toy")
     assert (found.cp_us - found.tp_us, found.low_us, found.high_us) == (-10.0, -50.0, -10.0)
     alone = [dataclasses.replace(r, samples_us=r.samples_us[:1]) for r in rows]
-    assert math.isinf(layers.changes(alone, "toy")[0].high_us)
+    assert math.isinf(layer_shares.changes(alone, "toy")[0].high_us)
 
 
 def test_tables_of_planted_rows(tmp_path):
     records.append(tmp_path, *planted(US))
-    lines = layers.main(str(tmp_path))
+    lines = layer_shares.main(str(tmp_path))
     assert "| 700, 2 | 2 | TP staged | 30.0 | 10.0 | 2.00x | - | 75% |" in lines
     assert "| 700, 2 | 2 | CP staged, collective, gathered | 100.0 | 95.0 | -5.0 (-5.0 to -5.0) | -10.0 | +5.0 (+5.0 to +5.0) |" in lines
     assert "| 700, 2 | 2 | CP staged, collective, gathered | 0.500 | 0.472 | -0.0280 (-0.0280 to -0.0280) | -0.0300 |" in lines
@@ -216,15 +230,15 @@ def test_tables_of_planted_rows(tmp_path):
     with open(tmp_path / records.ROWS_FILE, "a") as file:
         file.write(json.dumps(values | {"node": "another", "point": values["point"] | {"seed": 1}}) + "\n")
     with pytest.raises(ValueError, match="of one machine and one code version"):
-        layers.main(str(tmp_path))
+        layer_shares.main(str(tmp_path))
 
 
 def test_the_figure_of_shares_has_a_bar_a_way_as_long_as_its_parts(tmp_path):
     rows = planted(US | {"projections": 20.0})
     records.append(tmp_path, *rows)
-    said = layers.main(str(tmp_path), tmp_path / "figures")
+    said = layer_shares.main(str(tmp_path), tmp_path / "figures")
     assert [Path(line).name for line in said if "layer_shares" in line] == ["layer_shares.svg", "layer_shares.png"]
-    parts = layers.shares(rows)
+    parts = layer_shares.shares(rows)
     (axis,) = plots.layer_shares([(f"shape {i}", "CP way" if i else "TP way", share) for i, share in enumerate(parts)], "shares").axes
     bars = axis.patches
     assert len(bars) == 3 * len(parts)
