@@ -402,8 +402,8 @@ def test_make_test_runs_both_suites_even_when_the_first_fails(made, fails):
     assert (status != 0) == fails
     assert log == [
         "setup",
-        "0 -m pytest -n 2 tests --ignore=tests/interpret",
-        "1 -m pytest -n 2 tests/interpret",
+        "0 -m pytest -n 2 --dist worksteal tests --ignore=tests/interpret",
+        "1 -m pytest -n 2 --dist worksteal tests/interpret",
     ]
 
 
