@@ -233,7 +233,7 @@ def load_run(run: str = "", root: Path | None = None) -> Loaded:
         error = next((row.error for row in rows if row.error), "")
         raise ValueError(f"run={run!r}: {folder.name} has no timed row of the indexer" + (f"; the first error was {error!r}" if error else ""))
     frame = table(rows, source=source)
-    commits = sorted(set(frame["commit"]))
+    commits = sorted(set(timed(frame)["commit"]))  # what was skipped ran no code
     return Loaded(folder.name, source, ", ".join(commits), frame)
 
 

@@ -106,7 +106,7 @@ def page(run: Path) -> Path:
     parts.append(f"<p>{_e(_provenance(run, state))}</p>")
     parts += ["<h2>Steps, in rising risk</h2>", _steps(state)]
     folders = (("Targets' grid", run), ("Published shapes", run / kit.PUBLISHED))
-    parts += _section("Break-even, measured", [_note(_break_even(folders), "Tokens a request from which CP is not slower than TP of the same kernels; 95% in brackets. Replicated queries are not charged for projecting the other ranks' heads.")])
+    parts += _section("Break-even, measured", [_note(_break_even(folders), "Tokens a request from which CP is not slower than TP of the same kernels, in CP's form or, where TP was not measured in it, in TP's fastest; 95% in brackets. Replicated queries are not charged for projecting the other ranks' heads.")])
     beside = [(name, _beside(folder)) for name, folder in folders]
     tables = [_note(table, f"{name}: µs a call, median of the slowest rank; ids checked.") for name, table in beside]
     parts += _section("Measured, CP beside TP", tables)
