@@ -6,11 +6,14 @@ RCCL, an engine's own gather of 32-bit words) carries bf16 queries and int64 key
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,8 @@ AGREE_S = 20.0  # seconds that a rank waits for the others' row counts before it
 _announced: dict[str, int] = {}  # row counts told so far in each group: ranks run one program, so they count alike
 WAIT_ERROR = 2  # kind of the error word: a wait expired
 _HOST_WAIT_S = 30.0  # seconds before a wait between processes on a CPU gives up
+COARSE = "coarse-grained"
+
 
 class OneInFlight:
     """Refuses an eager call on another stream while the last one may still run: an exchange has one launch in flight.
@@ -156,6 +161,10 @@ class SymmetricExchange:
         group: a torch.distributed group, used to set up only; None is the default group.
         spin_limit: polls after which a wait inside a kernel gives up; None: `spin_limit(device)`.
 
+    Attributes:
+        memory: what was mapped last, in words.
+        grains: how coherent each rank's memory is as mapped here, in words (`grain_of`); empty but on ROCm.
+
     Raises:
         ValueError: `spin_limit` is not an integer from 1 to 2**31 - 1.
     """
@@ -168,7 +177,19 @@ class SymmetricExchange:
         self.group, self.spin_limit = group, spin_limit
         self.in_flight = OneInFlight()
         self.calls = 0
-        self.memory_type = "none yet"
+        self.memory, self.grains = "none yet", []
+
+    @property
+    def grain(self) -> str:
+        """The weakest of `grains`; "" where there is none."""
+        return min(self.grains, key=lambda g: (g != COARSE, not g.startswith("unknown")), default="")
+
+    @property
+    def memory_type(self) -> str:
+        """`memory`, and on ROCm how coherent it is, rank by rank where ranks differ."""
+        if len(set(self.grains)) > 1:
+            return ", ".join((self.memory, *(f"rank {r}'s {g}" for r, g in enumerate(self.grains))))
+        return ", ".join((self.memory, *self.grains[:1]))
 
     def attach(self, shard: Shard, device: torch.device, payload_words: int, state: torch.Tensor | None = None) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """A gather of up to `payload_words` int32 words a rank, as one launch; collective over the group.
@@ -204,15 +225,24 @@ class SymmetricExchange:
     def agree(self, rows: int, device: torch.device, *, warm: bool = True) -> None:
         """Nothing: waits here are bounded, and ranks that come with different row counts end in an error of `check()`."""
 
-    def allocate(self, shard: Shard, device: torch.device, words: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    def allocate(
+        self, shard: Shard, device: torch.device, words: int, *, allow_coarse: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """A zeroed symmetric buffer; collective over the group.
+
+        Args:
+            allow_coarse: map coarse-grained memory too, for a test that tells what polls of it see.
 
         Returns:
             (this rank's buffer `[words]` int64, addresses of every rank's buffer as mapped here `[world]` int64 on the
             device, the mapped tensors: host memory only).
+
+        Raises:
+            RuntimeError: on ROCm, some rank maps some rank's memory as coarse-grained; on every rank alike.
         """
+        self.grains = []
         if not dist.is_initialized() and shard.world == 1:
-            self.memory_type = "private: a world of one"
+            self.memory = "private: a world of one"
             local = torch.zeros(words, dtype=torch.int64, device=device)
             return local, torch.tensor([local.data_ptr()], device=device), [local]
         _check_group(self.group, shard, "SymmetricExchange")
@@ -225,10 +255,15 @@ class SymmetricExchange:
             local.zero_()
             torch.cuda.synchronize(device)
             dist.barrier(group, device_ids=[device.index])  # nobody writes before everybody has zeroed
-            self.memory_type = f"torch symmetric memory ({type(handle).__name__})"
+            self.memory = f"torch symmetric memory over {symmetric.get_backend(device)}: each rank's device memory, mapped by its peers"
+            pointers = list(handle.buffer_ptrs)
+            if torch.version.hip is not None:
+                self.grains = [grain(pointer) or "unknown: this process has no ROCm runtime" for pointer in pointers]
+                if not allow_coarse:
+                    _refuse_coarse(self.grains, group)
             self._keep = [*getattr(self, "_keep", []), handle]
-            return local, torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device), []
-        self.memory_type = "host shared memory"
+            return local, torch.tensor(pointers, dtype=torch.int64, device=local.device), []
+        self.memory = "host shared memory"
         mapped = _host_shared(words, shard, group)
         return mapped[shard.rank], torch.tensor([t.data_ptr() for t in mapped]), mapped
 
@@ -236,6 +271,56 @@ class SymmetricExchange:
 def spin_limit(device: torch.device) -> int:
     """Polls after which a wait gives up: some seconds on a GPU (a poll takes about 0.7 us), half a minute interpreted."""
     return 20_000_000 if device.type == "cuda" else 200_000
+
+
+class _PointerInfo(ctypes.Structure):
+    # hsa_amd_pointer_info_t, https://github.com/ROCm/ROCR-Runtime/blob/amd-staging/runtime/hsa-runtime/inc/hsa_ext_amd.h
+    _fields_ = [
+        ("size", ctypes.c_uint32), ("type", ctypes.c_uint32), ("agent_base", ctypes.c_void_p), ("host_base", ctypes.c_void_p),
+        ("bytes", ctypes.c_size_t), ("user_data", ctypes.c_void_p), ("owner", ctypes.c_uint64), ("global_flags", ctypes.c_uint32),
+        ("registered", ctypes.c_bool),
+    ]  # fmt: skip
+
+
+def grain(address: int, maps: Path = Path("/proc/self/maps")) -> str:
+    """How coherent the memory at a device address is, as ROCm's runtime says; "" where this process has no such runtime.
+
+    Of memory mapped through HIP's virtual memory, as torch's symmetric memory is, the runtime tells the flags of the pool
+    that it came from; older ones tell none. Never run on AMD yet: an answer that starts with "unknown" says why.
+    """
+    try:
+        loaded = re.search(r"(/\S*libhsa-runtime64\S*)", maps.read_text())
+        if loaded is None:
+            return ""
+        info = _PointerInfo(size=ctypes.sizeof(_PointerInfo))
+        ask = ctypes.CDLL(loaded[1]).hsa_amd_pointer_info
+        status = ask(ctypes.c_void_p(address), ctypes.byref(info), None, None, None)
+    except (OSError, AttributeError) as error:
+        return f"unknown: {error}"
+    return f"unknown: the runtime answered {status:#x}" if status else grain_of(info.global_flags)
+
+
+def grain_of(flags: int) -> str:
+    """The words for a pointer's global flags (`hsa_amd_memory_pool_global_flag_t`).
+
+    The runtime says by bit 1, of a pool "kernel arguments", that a pointer's memory is uncached (ROCR's `Runtime::PtrInfo`).
+    """
+    for bit, words in ((8, "fine-grained, extended scope"), (1, "uncached"), (2, "fine-grained"), (4, COARSE)):
+        if flags & bit:
+            return words
+    return f"unknown: flags {flags:#x}"
+
+
+def _refuse_coarse(grains: Sequence[str], group) -> None:
+    """Raise on every rank when any maps coarse-grained memory: one that went on alone would wait for those that raised."""
+    told: list[list[str]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(told, list(grains), group=group)
+    coarse = [f"rank {owner}'s memory as rank {reader} maps it" for reader, seen in enumerate(told) for owner, g in enumerate(seen) if g == COARSE]
+    if coarse:
+        raise RuntimeError(
+            f"SymmetricExchange: {', '.join(coarse)} is {COARSE}: a kernel that polls it may never see another GPU's words. Allowed is fine-grained or "
+            "uncached memory; use CollectiveExchange (form 'staged'), or a torch whose symmetric memory is one of these on this GPU"
+        )
 
 
 def _check_group(group, shard: Shard, who: str) -> None:

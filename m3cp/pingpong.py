@@ -7,21 +7,20 @@ launches nor their skew count. `python -m m3cp.pingpong` is a worker; `run` star
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from m3cp import sweep
+from m3cp.exchange import COARSE as COARSE  # what `grain` may say
+from m3cp.exchange import SymmetricExchange, spin_limit
 from m3cp.shapes import IndexerShape
 
 WORDS = 256  # a poll needs an element a thread (`kernels.words.POLLED`)
 TURNS = {"cuda": (100, 2100), "cpu": (10, 110)}
 REPEATS = 5
-COARSE = "coarse-grained"
 
 
 def run(device: str, ranks: int) -> dict[str, Any]:
@@ -64,7 +63,6 @@ def pair(place, a: int, b: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from m3cp import timing
-    from m3cp.exchange import SymmetricExchange, spin_limit
     from m3cp.shard import Shard
 
     rank = place.peers.rank
@@ -75,7 +73,7 @@ def pair(place, a: int, b: int) -> dict[str, Any]:
     state = torch.zeros(1, dtype=torch.int32, device=place.device)
 
     def set_up():
-        return exchange.allocate(shard, place.device, WORDS) if mine else None
+        return exchange.allocate(shard, place.device, WORDS, allow_coarse=True) if mine else None
 
     buffers = place.peers.together(set_up)
     tag = 0
@@ -103,7 +101,7 @@ def pair(place, a: int, b: int) -> dict[str, Any]:
     for _ in range(REPEATS):
         short, long = (place.peers.together(lambda n=n: turns(n)) for n in (few, many))
         samples.append((long - short) / (many - few))
-    said = place.peers.exchange([samples, exchange.memory_type if mine else "", grain(buffers[0].data_ptr()) if mine else ""])
+    said = place.peers.exchange([samples, exchange.memory if mine else "", exchange.grain if mine else ""])
     slow = max((a, b), key=lambda r: timing.median(said[r][0]))
     return {
         "a": a, "b": b, "turn_us": timing.median(said[slow][0]), "samples_us": said[slow][0], "memory": said[slow][1],
@@ -137,40 +135,6 @@ def _turns_on_host(mapped: list, side: int, first: int, count: int) -> float:
         if side == 1:
             mapped[0].copy_(word | (turn << 32))
     return (time.perf_counter() - start) * 1e6
-
-
-class _PointerInfo(ctypes.Structure):
-    # hsa_amd_pointer_info_t, https://github.com/ROCm/ROCR-Runtime/blob/amd-staging/runtime/hsa-runtime/inc/hsa_ext_amd.h
-    _fields_ = [
-        ("size", ctypes.c_uint32), ("type", ctypes.c_uint32), ("agent_base", ctypes.c_void_p), ("host_base", ctypes.c_void_p),
-        ("bytes", ctypes.c_size_t), ("user_data", ctypes.c_void_p), ("owner", ctypes.c_uint64), ("global_flags", ctypes.c_uint32),
-        ("registered", ctypes.c_bool),
-    ]  # fmt: skip
-
-
-def grain(address: int, maps: Path = Path("/proc/self/maps")) -> str:
-    """How coherent the memory at a device address is, as ROCm's runtime says; "" where this process has no such runtime.
-
-    Never run on AMD yet: an answer that starts with "unknown" says why.
-    """
-    try:
-        loaded = re.search(r"(/\S*libhsa-runtime64\S*)", maps.read_text())
-        if loaded is None:
-            return ""
-        info = _PointerInfo(size=ctypes.sizeof(_PointerInfo))
-        ask = ctypes.CDLL(loaded[1]).hsa_amd_pointer_info
-        status = ask(ctypes.c_void_p(address), ctypes.byref(info), None, None, None)
-    except (OSError, AttributeError) as error:
-        return f"unknown: {error}"
-    return f"unknown: the runtime answered {status:#x}" if status else grain_of(info.global_flags)
-
-
-def grain_of(flags: int) -> str:
-    """The words for a memory pool's global flags (`hsa_amd_memory_pool_global_flag_t`)."""
-    for bit, words in ((8, "fine-grained, extended scope"), (2, "fine-grained"), (4, COARSE)):
-        if flags & bit:
-            return words
-    return f"unknown: flags {flags:#x}"
 
 
 if __name__ == "__main__":

@@ -338,14 +338,6 @@ def test_words_go_to_and_fro_between_every_pair(ranks):
     assert all(p["memory"] == "host shared memory" and p["turn_us"] > 0 and len(p["samples_us"]) == pingpong.REPEATS for p in found["pairs"])
 
 
-def test_the_grain_of_memory_in_words(tmp_path):
-    assert [pingpong.grain_of(f) for f in (2, 4, 8, 0)] == ["fine-grained", "coarse-grained", "fine-grained, extended scope", "unknown: flags 0x0"]
-    (tmp_path / "maps").write_text("7f00 r-xp 00 00:00 0 /opt/rocm/lib/libhsa-runtime64.so.1.14\n")
-    assert pingpong.grain(4096, tmp_path / "maps").startswith("unknown: ")
-    (tmp_path / "maps").write_text("")
-    assert pingpong.grain(4096, tmp_path / "maps") == ""
-
-
 def test_coarse_grained_memory_refuses_the_forms_that_poll_it(here, monkeypatch):
     pairs = [{"a": 0, "b": 1, "turn_us": 3.0, "samples_us": [3.0], "memory": "torch symmetric memory", "grain": pingpong.COARSE, "words": 256}]
     monkeypatch.setattr(pingpong, "run", lambda *_: {"node": "4x AMD Instinct MI355X", "pairs": pairs})
