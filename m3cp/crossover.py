@@ -63,6 +63,11 @@ def median_draws(samples: Sequence[float], count: int, rng: np.random.Generator,
     return drawn * (1.0 + noise * rng.standard_normal(count)) if noise else drawn
 
 
+def difference_draws(more: Sequence[float], less: Sequence[float], count: int, rng: np.random.Generator) -> np.ndarray:
+    """Bootstrap of the difference of two medians, `[count]`."""
+    return median_draws(more, count, rng) - median_draws(less, count, rng)
+
+
 def verdict(low: float, high: float, same: float = 0.02) -> str:
     """A word for the interval of the ratio TP / CP: FASTER, SLOWER, SAME (within `same` of 1) or UNDECIDED."""
     if low > 1.0:
@@ -302,14 +307,16 @@ class MeasuredLine:
     Args:
         name: of the variant, and what was charged, in words.
         pairs: its pairs, with the charge in `delta_us`; all of one grid bound, none behind an evicting read.
-        charge_us: microseconds a call that were added to CP.
+        charge_us: microseconds a call that were added to CP; the largest, where batches differ.
         answers: break-even over context, one a batch.
+        note: where the charge is from, a sentence; "" where nothing could be charged.
     """
 
     name: str
     pairs: Any
     charge_us: float
     answers: tuple[BreakEven, ...]
+    note: str = ""
 
     @property
     def variant(self) -> dict[str, Any]:
@@ -352,23 +359,106 @@ def projection_bytes_us(shape: Any, world: int, bytes_a_us: float) -> float:
     return (shape.heads - owned) * HIDDEN * shape.head_dim * 2 / bytes_a_us
 
 
-def charged(pairs: Any, us: float) -> Any:
-    """Pairs whose CP takes `us` more a call."""
-    changed = pairs.assign(cp_us=pairs["cp_us"] + us, delta_us=pairs["delta_us"] + us, draws=[draws + us for draws in pairs["draws"]])
-    changed["delta_low"], changed["delta_high"] = pairs["delta_low"] + us, pairs["delta_high"] + us
-    return changed
+@dataclass(frozen=True)
+class Projection:
+    """What projecting the other ranks' index heads costs, measured: the fused product before attention with and without them.
+
+    Args:
+        node, code_hash: of the rows.
+        kind: what they share with the pairs that they charge: world, shape, cache, launch.
+        rounds: {batch: [(microseconds of each round without, with those heads), one a process]}.
+    """
+
+    node: str
+    code_hash: str
+    kind: tuple
+    rounds: dict[int, list[tuple[Sequence[float], Sequence[float]]]]
+
+    def at(self, batches: Sequence[float], draws: int = 400) -> tuple[np.ndarray, np.ndarray]:
+        """Microseconds at batches, `[batches]`, and bootstrap draws of them, `[batches, draws]`.
+
+        Linear between measured batches; beyond them the nearest one's.
+        """
+        rng, known = np.random.default_rng(0), sorted(self.rounds)
+        best = [np.median([np.median(more) - np.median(less) for less, more in self.rounds[b]]) for b in known]
+        drawn = [np.median([difference_draws(more, less, draws, rng) for less, more in self.rounds[b]], axis=0) for b in known]
+        curves = [np.interp(batches, known, curve) for curve in np.transpose(drawn)]
+        return np.interp(batches, known, best), np.transpose(curves)
+
+    def name(self, batches: Sequence[float], code_hash: str) -> str:
+        """What was charged at batches, for a line's name; names the code where it is not that of the line's rows."""
+        us, at = sorted({f"{v:.2f}" for v in self.at(batches)[0]}, key=float), sorted(set(batches))
+        where = f"batch {at[0]:g}" if len(at) == 1 else f"batches {at[0]:g} to {at[-1]:g}"
+        other = "" if code_hash == self.code_hash else f", by code {self.code_hash}"
+        return f"projection measured, {' to '.join(dict.fromkeys((us[0], us[-1])))} µs at {where}{other}"
+
+    def note(self, code_hash: str) -> str:
+        """The charge at each measured batch with its 95% interval, as a sentence."""
+        us, drawn = self.at(sorted(self.rounds), 2000)
+        bands = [np.percentile(d, [2.5, 97.5]) for d in drawn]
+        each = "; ".join(f"batch {b}: {v:.2f} µs ({low:.2f} to {high:.2f})" for b, v, (low, high) in zip(sorted(self.rounds), us, bands, strict=True))
+        other = "" if code_hash == self.code_hash else f" Their rows are of code {self.code_hash}, those of the paths of {code_hash}."
+        return (
+            f"Replicated queries are charged for projecting the other ranks' heads what that adds to the fused product before attention, measured on {self.node} "
+            f"at P = {self.kind[0]}: {each}; linear in between, beyond them as at the nearest.{other}"
+        )
 
 
-def measured_lines(frame, draws: int = 400) -> list[MeasuredLine]:
+def find_projection(projections: Sequence[Projection], row: Any) -> tuple[Projection | None, str]:
+    """The measured projection that may charge a row or pair: its machine's, preferably of its code; else None and why.
+
+    Args:
+        row: with world, shape, cache, launch, node and code_hash.
+    """
+    kind = tuple(row[name] for name in ("world", "shape", "cache", "launch"))
+    alike = [p for p in projections if p.kind == kind]
+    fits = [p for p in alike if p.node == row["node"]]
+    nodes = ", ".join(sorted({p.node for p in alike}))
+    why = f" Measured on {nodes}, another machine: not used." if alike else ""
+    return (max(fits, key=lambda p: (p.code_hash == row["code_hash"], len(p.rounds))), "") if fits else (None, why)
+
+
+def charged(pairs: Any, us: Any, drawn: Any = None) -> Any:
+    """Pairs whose CP takes `us` more a call: one figure, or one a pair with draws of each, `[pairs, draws]`."""
+    moved = pairs["draws"] + us if drawn is None else [a + b for a, b in zip(pairs["draws"], drawn, strict=True)]
+    changed = pairs.assign(cp_us=pairs["cp_us"] + us, delta_us=pairs["delta_us"] + us, draws=moved)
+    bands = [np.percentile(draws, [2.5, 97.5]) for draws in changed["draws"]]
+    return changed.assign(delta_low=[low for low, _ in bands], delta_high=[high for _, high in bands])
+
+
+def _charges(frame, part, projections: Sequence[Projection], draws: int) -> list[tuple[Any, Any, str, str]]:
+    """What pairs of one variant are charged, each with (microseconds, draws of them, words for the name, a sentence)."""
+    first, rows = part.iloc[0], timed(frame)
+    if first["queries"] != "replicated":
+        return [(0.0, None, "", "")]
+    regions = rows[(rows["arm"] == first["arm"]) & (rows["queries"] == "replicated")]["region"]
+    if any(stage in CHARGED for region in regions for stage in region):
+        return [(0.0, None, "projection in the timed region", "Rows of replicated queries hold the projection of the other ranks' heads.")]
+    ours, unused = find_projection(projections, first)
+    if ours is not None:
+        tokens, code = part["batch"] * part["query_len"], first["code_hash"]
+        return [(*ours.at(tokens, draws), ours.name(tokens, code), ours.note(code))]
+    us, note = projection(int(first["world"]))
+    charges = [(us or 0.0, None, "projection not charged" if us is None else f"projection {us:g} µs (published)", note + unused)]
+    floors = rows[(rows["arm"] == "page_read") & (rows["distinct_bytes_read"] > 0) & (rows["node"] == first["node"])]
+    if len(floors):
+        best = float((floors["distinct_bytes_read"] / floors["median_us"]).max())
+        by_bytes = projection_bytes_us(first["shape"], int(first["world"]), best)
+        charges.append((by_bytes, None, f"projection {by_bytes:.2f} µs (its bytes, computed)", note + unused))
+    return charges
+
+
+def measured_lines(frame, draws: int = 400, projections: Sequence[Projection] = ()) -> list[MeasuredLine]:
     """The measured break-even lines of a run: our fastest form, gathered and replicated, and every engine's CP.
 
     Of uniform batches at the world, dtype and query length that most pairs have, not behind an evicting read; of several
-    grid bounds the one with most contexts. Replicated queries are charged with the extra projection where their rows do not hold it: as others
-    measured it, and once more as if its weights were read at the page-read rate.
+    grid bounds the one with most contexts. Replicated queries are charged with the extra projection where their rows do not hold it: as measured
+    on their machine; else as others measured it, and once more as if its weights were read at the page-read rate.
 
     Args:
         frame: of `frames.table`.
         draws: of the bootstrap.
+        projections: of `layer_shares.extra_projections`; those of another machine charge nothing.
 
     Returns:
         One line a variant and charge, ours first; empty where no CP row met its baseline.
@@ -380,9 +470,6 @@ def measured_lines(frame, draws: int = 400) -> list[MeasuredLine]:
     if not sets:
         return []
     paired = max(sets.values(), key=len)
-    shape, world, node = (paired[name].iloc[0] for name in ("shape", "world", "node"))
-    floors = timed(frame)
-    floors = floors[(floors["arm"] == "page_read") & (floors["distinct_bytes_read"] > 0) & (floors["node"] == node)]
     forms = [form for form in ("one_launch", "two_launch", "staged") if form in set(paired["form"])]
     found = []
     for values, part in split(paired, VARIANT).items():
@@ -390,23 +477,10 @@ def measured_lines(frame, draws: int = 400) -> list[MeasuredLine]:
         if variant["threshold_blocks"] is not None or (variant["arm"] == "cp" and variant["form"] != forms[0]):
             continue
         part = max(split(part, ("max_context",)).values(), key=lambda p: (p["context_tokens"].nunique(), len(p)))
-        charges: list[tuple[float, str]] = [(0.0, "")]
-        if variant["queries"] == "replicated":
-            rows = timed(frame)
-            rows = rows[(rows["arm"] == variant["arm"]) & (rows["queries"] == "replicated")]
-            us, _ = projection(int(world))
-            if any(stage in CHARGED for region in rows["region"] for stage in region):
-                charges = [(0.0, "projection measured")]
-            else:
-                charges = [(0.0, "projection not charged") if us is None else (us, f"projection {us:g} µs (published)")]
-                if len(floors):
-                    best = float((floors["distinct_bytes_read"] / floors["median_us"]).max())
-                    by_bytes = projection_bytes_us(shape, int(world), best)
-                    charges.append((by_bytes, f"projection {by_bytes:.2f} µs (its bytes, computed)"))
-        for us, words in charges:
-            mine = charged(part, us)
+        for us, drawn, words, note in _charges(frame, part, projections, draws):
+            mine = charged(part, us, drawn)
             name = ", ".join(w for w in (variant_name(variant), words) if w)
-            found.append(MeasuredLine(name, mine, us, tuple(break_even_measured(mine))))
+            found.append(MeasuredLine(name, mine, float(np.max(us)), tuple(break_even_measured(mine)), note))
     order = {"cp": 0, "vllm_cp": 1, "sglang_cp": 2}
     return sorted(found, key=lambda f: (order[f.variant["arm"]], f.variant["queries"] != "gathered", f.charge_us, f.variant["exchange"] != "symmetric"))
 
@@ -438,8 +512,7 @@ def line_table(lines: Sequence[MeasuredLine]) -> tuple[list[str], list[list[str]
         f"{first['shape'].topk * first['shape'].block_size} tokens no key is read. Grids bound at "
         f"{'; '.join(f'{bound} ({name})' for name, bound in bounds.items())}."
     )  # fmt: skip
-    if "replicated" in {line.variant["queries"] for line in lines}:
-        note += f" {projection(int(first['world']))[1]}"
+    note = " ".join((note, *dict.fromkeys(line.note for line in lines if line.note)))
     narrow = overlap_words(lines[0].pairs)
     return ["batch", *(line.name for line in lines)], rows, note + (f" {narrow[0].upper()}{narrow[1:]}." if narrow else "")
 

@@ -129,6 +129,8 @@ def _arm_points(arm: str, cell: Mapping[str, Any], axes: Mapping[str, Any]) -> l
         axes[axis] if name in ARM_FIELDS[arm] else [None]
         for name, axis in (("form", "forms"), ("exchange", "exchanges"), ("queries", "queries"))
     ]
+    if arm == "projections":  # what gathered queries need of them is what TP needs
+        choices[2] = ["replicated" if q == "replicated" and cell["world"] > 1 else None for q in axes["queries"]]
     made = []
     for form, exchange, queries in itertools.product(*choices):
         if form in ("two_launch", "one_launch") and exchange == "collective":

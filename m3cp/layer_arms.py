@@ -1,7 +1,8 @@
 """What stands around the indexer in a sparse layer, made ready to be timed (`shapes.LAYER_ARMS`).
 
 - attention: sparse attention of one rank's heads over the chosen blocks, at MiniMax-M3's group of query heads.
-- projections: one rank's share of the products before and behind attention, two plain ones at M3's hidden size.
+- projections: one rank's share of the products before and behind attention, two plain ones at M3's hidden size; with
+  queries="replicated" the one before also holds the other ranks' index heads, as CP with replicated queries needs.
 - mixed_tp, mixed_cp: a whole step: the decode rows by TP or CP, and a prefill chunk behind them. Runs eager, as in engines,
   and is timed from an idle device on, so that the host's launches count.
 - toy_tp, toy_cp: one decode step of a toy model (`m3cp.toy`): microseconds per token of a request.
@@ -165,8 +166,10 @@ def dense(q, k_cache, v_cache, block_table, seq_lens, ids) -> torch.Tensor:
 
 def _projections(point: Point, shard: Shard, device: torch.device, llc_bytes: int) -> dict[str, Any]:
     tokens = point.batch + point.rows_padded
-    before, behind = traffic.projection_widths(point)
-    copies = 1 if point.cache == "warm" else timing.COLD_OVER_LLC * llc_bytes // traffic.projection_bytes(point) + 1
+    own = point.replace(queries=None)  # both kinds rotate through as many copies, so that they differ in the foreign heads alone
+    before, behind = traffic.projection_widths(own)
+    foreign = traffic.projection_widths(point)[0] - before
+    copies = 1 if point.cache == "warm" else timing.COLD_OVER_LLC * llc_bytes // traffic.projection_bytes(own) + 1
     calls = max(FEW_CALLS, copies)
     g = torch.Generator(device).manual_seed(point.seed + shard.rank)
     given = dict(generator=g, device=device, dtype=torch.float32)
@@ -176,14 +179,13 @@ def _projections(point: Point, shard: Shard, device: torch.device, llc_bytes: in
 
     weights = [(drawn(traffic.HIDDEN, before), drawn(behind, traffic.HIDDEN)) for _ in range(copies)]
     rows = torch.randn(tokens, traffic.HIDDEN, **given).to(torch.bfloat16), torch.randn(tokens, behind, **given).to(torch.bfloat16)
+    if foreign:
+        weights = [(torch.cat([w, drawn(traffic.HIDDEN, foreign)], 1), out) for w, out in weights]
     outs = [tuple(torch.empty(tokens, w.shape[1], dtype=torch.bfloat16, device=device) for w in weights[0]) for _ in range(calls)]
 
     def call(number: int) -> None:
         for x, weight, out in zip(rows, weights[number % copies], outs[number], strict=True):
-            if device.type == "cpu":  # few CPUs multiply bf16
-                out.copy_(x.float() @ weight.float())
-            else:
-                torch.mm(x, weight, out=out)
+            _product(x, weight, out)
 
     expect = {c: [x.float() @ w.float() for x, w in zip(rows, weights[c], strict=True)] for c in {0, copies - 1}}
 
@@ -197,9 +199,16 @@ def _projections(point: Point, shard: Shard, device: torch.device, llc_bytes: in
         return _counted(checks, "products in fp32")
 
     return dict(
-        calls=[lambda n=n: call(n) for n in range(calls)], path="projections", stages=["projections"], verify=verify, launches=2,
-        collectives=0, extra={"hidden": traffic.HIDDEN}, footprint_bytes=copies * traffic.projection_bytes(point), caches=copies,
+        calls=[lambda n=n: call(n) for n in range(calls)], path="projections", stages=["projections"] + ["extra_projection"] * bool(foreign),
+        verify=verify, launches=2, collectives=0, extra={"hidden": traffic.HIDDEN}, footprint_bytes=copies * traffic.projection_bytes(point), caches=copies,
     )  # fmt: skip
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    if x.device.type == "cpu":  # few CPUs multiply bf16
+        out.copy_(x.float() @ weight.float())
+    else:
+        torch.mm(x, weight, out=out)
 
 
 def _mixed(

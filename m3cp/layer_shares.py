@@ -25,7 +25,8 @@ class Share:
     Args:
         point: of the indexer's row.
         attention_of_limit: attention's time over that of its bytes at the run's page-read rate.
-        projections_us: None where they were not measured; then they are no part of the layer.
+        projections_us: with replicated queries those that hold the other ranks' index heads too, where they were measured.
+            None where none were; then they are no part of the layer.
     """
 
     point: Point
@@ -89,18 +90,51 @@ def shares(rows: Sequence[records.Row]) -> list[Share]:
     products: dict[tuple, list[float]] = {}
     for r in rows:
         if r.point.arm == "projections":  # neither the context nor the cache's type matters to them
-            products.setdefault(_products(r.point), []).append(r.median_us)
+            products.setdefault((_products(r.point), r.point.queries), []).append(r.median_us)
     found = []
     for r in rows:
         beside = attention.get((_cell(r), r.point.launch))
         if r.point.arm in ("tp", "cp") and r.point.threshold_blocks is None and beside:
-            us = products.get(_products(r.point))
+            same = _products(r.point)
+            us = products.get((same, "replicated" if r.point.queries == "replicated" else None), products.get((same, None)))
             found.append(Share(r.point, r.median_us, beside.median_us, beside.median_us / beside.limit_us, statistics.median(us) if us else None))
     return sorted(found, key=lambda s: (s.point.world, s.point.dtype, s.point.context_tokens, s.point.batch, s.point.arm != "tp", s.point.label))
 
 
 def _products(point: Point) -> tuple:
     return point.batch + point.rows_padded, point.world, point.shape, point.cache, point.launch
+
+
+def _with_and_without(rows: Sequence[records.Row]) -> Iterator[tuple[records.Row, records.Row]]:
+    """(one rank's own projections, those with the other ranks' index heads too), as cold and of one process, machine and code."""
+
+    def key(r: records.Row) -> tuple:
+        return r.point.replace(queries=None), r.node, r.provenance.get("code_hash", "unknown"), r.process, r.cache_state
+
+    timed = [r for r in rows if r.status == "ok" and r.point.arm == "projections" and r.cache_state == r.point.cache]
+    own = {key(r): r for r in timed if r.point.queries is None}
+    for found, more in {key(r): r for r in timed if r.point.queries == "replicated"}.items():
+        if found in own:
+            yield own[found], more
+
+
+def extra_projections(run: str = "") -> list[crossover.Projection]:
+    """What projecting the other ranks' heads costs by the rows of a run and of its folder `layers`; one a machine, code and kind.
+
+    Raises:
+        FileNotFoundError: no such run.
+    """
+    folder = frames.find_run(run)
+    found = []
+    for where in (folder, folder / "layers"):
+        sets: dict[tuple, dict[int, list]] = {}  # rows of two folders are two runs: never a pair
+        for own, more in _with_and_without(records.load(where) if records.rows_files(where) else []):
+            p = own.point
+            kind = p.world, p.shape, p.cache, p.launch
+            rounds = sets.setdefault((own.node, own.provenance.get("code_hash", "unknown"), kind), {})
+            rounds.setdefault(p.batch + p.rows_padded, []).append((own.samples_us, more.samples_us))
+        found += [crossover.Projection(*key, rounds) for key, rounds in sets.items()]
+    return found
 
 
 def changes(rows: Sequence[records.Row], kind: str) -> list[Change]:
@@ -129,9 +163,7 @@ def _interval(tp: records.Row, cp: records.Row) -> tuple[float, float]:
     """95% interval of the difference of two medians."""
     if min(len(tp.samples_us), len(cp.samples_us)) < 2:
         return -math.inf, math.inf
-    rng = np.random.default_rng(0)
-    drawn = [crossover.median_draws(r.samples_us, 2000, rng) for r in (cp, tp)]
-    low, high = np.percentile(drawn[0] - drawn[1], [2.5, 97.5])
+    low, high = np.percentile(crossover.difference_draws(cp.samples_us, tp.samples_us, 2000, np.random.default_rng(0)), [2.5, 97.5])
     return float(low), float(high)
 
 
@@ -179,7 +211,18 @@ def main(run: str = "", figures: Path | None = None) -> list[str]:
         lines += [f"{path}" for path in plots.save(drawn, "layer_shares", name, commits, figures)]
     if table:
         head = ["context, batch", "P", "indexer", "indexer µs", "attention µs", "of its limit", "projections µs", "indexer's share"]
-        note = "A sparse layer here is the indexer, attention over the chosen blocks and the projections (- : not measured, and left out); experts, norms and sums over ranks are left out, as are the other ranks' heads that replicated queries project. The limit is of bytes alone: below some ten microseconds attention is two launches and a chain of loads."
+        held = any(r.point.arm == "projections" and r.point.queries for r in rows)
+        foreign = "with replicated queries, where measured, the projections hold the other ranks' index heads" if held else "so are the other ranks' heads that replicated queries project"
+        note = f"A sparse layer here is the indexer, attention over the chosen blocks and the projections (- : not measured, and left out); experts, norms and sums over ranks are left out; {foreign}. The limit is of bytes alone: below some ten microseconds attention is two launches and a chain of loads."
+        lines += ["", *crossover.markdown(head, table), "", note]
+    table = [
+        [str(own.point.batch), str(own.point.world), f"{own.median_us:.2f}", f"{more.median_us:.2f}", _around(Change(own.point, own.median_us, more.median_us, *_interval(own, more), 0.0), digits=2),
+         f"{more.limit_us - own.limit_us:+.2f}"]
+        for own, more in sorted(_with_and_without(rows), key=lambda pair: (pair[0].point.world, pair[0].point.batch))
+    ]  # fmt: skip
+    if table:
+        head = ["batch", "P", "projections µs", "with the other ranks' index heads", "extra", "its bytes alone"]
+        note = "What replicated queries ask of the fused product before attention, in alternating rounds where one sweep made both (95% in brackets); its bytes alone at the page-read rate. At a P of more ranks than the machine has GPUs one of them stands for one rank."
         lines += ["", *crossover.markdown(head, table), "", note]
     table = [
         [_where(c.point), str(c.point.world), _name(c.point), f"{c.tp_us:.1f}", f"{c.cp_us:.1f}", _around(c), f"{c.indexer_us:+.1f}", _around(c, c.indexer_us)]

@@ -120,7 +120,8 @@ class Point:
             around the indexer: "attention", "projections", "mixed_tp", "mixed_cp", "toy_tp", "toy_cp" (`m3cp.layer_arms`).
         form: "staged", "two_launch" or "one_launch".
         exchange: "collective" or "symmetric".
-        queries: "gathered" or "replicated".
+        queries: "gathered" or "replicated"; of arm "projections" None, one rank's own heads, or "replicated", the other
+            ranks' index heads too.
         threshold_blocks: adaptive CP takes the CP path above this sum of blocks; None always takes it.
         cache: "cold" or "warm", what the timing was asked for; the row says what it got.
         launch: "graph" or "eager".
@@ -168,6 +169,8 @@ class Point:
             value = getattr(self, name)
             if name in used:
                 require(name, value, value in allowed, f"one of {', '.join(allowed)} for arm {self.arm!r}")
+            elif self.arm == "projections" and name == "queries" and self.world > 1:
+                require(name, value, value in (None, "replicated"), "None (own heads) or 'replicated' for arm 'projections'")
             else:
                 require(name, value, value is None, f"None: arm {self.arm!r} does not use it")
         if self.arm in ("vllm_cp", "sglang_cp"):

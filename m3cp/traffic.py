@@ -124,10 +124,12 @@ def attention_bytes(point: Point) -> int:
 def projection_widths(point: Point) -> tuple[int, int]:
     """(columns of the weights before attention, rows of those behind it) of one rank's share of a layer.
 
-    Before: `GROUP` query heads, a key and a value head and an index query a KV head, and the one index key.
+    Before: `GROUP` query heads, a key and a value head and an index query a KV head, and the one index key; with replicated
+    queries the other ranks' index queries too.
     """
     heads = Shard(0, point.world, point.shape.heads).local_heads
-    return (heads * (GROUP + 3) + 1) * point.shape.head_dim, heads * GROUP * point.shape.head_dim
+    foreign = point.shape.heads - heads if point.queries == "replicated" else 0
+    return (heads * (GROUP + 3) + 1 + foreign) * point.shape.head_dim, heads * GROUP * point.shape.head_dim
 
 
 def projection_bytes(point: Point) -> int:

@@ -38,10 +38,12 @@ CPU = torch.device("cpu")
 def point(arm, world=1, dtype="bf16", context_tokens=700, **fields):
     ways = {"form": "staged", "exchange": "collective", "queries": "gathered"}
     ways = {name: ways[name] for name in planning.ARM_FIELDS[arm]}
-    return Point(context_tokens, 2, world=world, arm=arm, dtype=dtype, shape=SMALL, max_context=1024, cache="warm", launch="eager", **(ways | fields))
+    return Point(context_tokens, 2, world=world, arm=arm, dtype=dtype, shape=SMALL, max_context=1024, **({"cache": "warm", "launch": "eager"} | ways | fields))
 
 
-POINTS = [point(arm, 2) for arm in ("tp", "cp", *LAYER_ARMS)] + [point("mixed_cp", 2, queries="replicated"), point("attention", 2, "fp8_e4m3fn")]
+POINTS = [point(arm, 2) for arm in ("tp", "cp", *LAYER_ARMS)] + [
+    point("mixed_cp", 2, queries="replicated"), point("attention", 2, "fp8_e4m3fn"), point("projections", 2, queries="replicated"),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,7 @@ def test_every_arm_has_a_checked_row(run):
         assert row.path == {"mixed": p.arm[6:], "toy": p.arm[4:]}.get(p.arm.split("_")[0], p.arm) and row.ranks == 2
     assert rows[point("mixed_cp", 2)].timed_region[-1] == "prefill" and rows[point("mixed_cp", 2)].extra["chunk_tokens"] == 64
     assert rows[point("toy_cp", 2)].extra == rows[point("toy_tp", 2)].extra
+    assert rows[point("projections", 2, queries="replicated")].timed_region == ["projections", "extra_projection"]
 
 
 def test_the_command_prints_shares_mixed_steps_and_the_toy(run):
@@ -70,6 +73,7 @@ def test_the_command_prints_shares_mixed_steps_and_the_toy(run):
     lines = said.output.splitlines()
     assert sum(line.startswith("| 700, 2 | 2 | TP staged |") for line in lines) == 1
     assert sum(line.startswith("| 700, 2 | 2 | CP staged, collective, gathered |") for line in lines) == 3
+    assert lines[lines.index("| batch | P | projections µs | with the other ranks' index heads | extra | its bytes alone |") + 2].startswith("| 2 | 2 | ")
     assert "a prefill chunk of 64 tokens" in said.output and "serving.Setting(layers=3)" in said.output
 
 
@@ -82,19 +86,19 @@ def test_no_fit_and_no_figure_of_paths_meets_these_rows(run):
 
 
 def test_a_run_of_these_rows_alone_says_so(run, tmp_path):
-    records.append(tmp_path, *(r for r in records.load(run) if r.point.arm in LAYER_ARMS))
+    records.append(tmp_path, *(r for r in records.load(run) if r.point.arm in LAYER_ARMS and r.point.queries is None))  # projections of one kind
     with pytest.raises(ValueError, match="has no timed row of the indexer$"):
         frames.load_run(str(tmp_path))
     assert layer_shares.main(str(tmp_path))[1:] == ["Nothing to compare: no TP or CP row stands at the shape of an attention, mixed or toy row."]
 
 
-def made(arm, world=1, dtype="bf16"):
-    p = point(arm, world, dtype)
+def made(arm, world=1, dtype="bf16", llc_bytes=1 << 20, **fields):
+    p = point(arm, world, dtype, **fields)
     plan = timing.CachePlan(2, 4, False, False)
     pool = inputs.make_pool(SMALL, inputs.TORCH_DTYPES[dtype], CPU, pages=200, seed=0)
     problem = inputs.build(p, CPU, caches=2, pool=pool)
     ids = worker.Expected(problem, plan, 4000).ids
-    return layer_arms.prepare(p, problem, plan, ids, rank=0, device=CPU, llc_bytes=1 << 20, make=lambda inner: worker.make_decode(inner, 0, CPU))
+    return layer_arms.prepare(p, problem, plan, ids, rank=0, device=CPU, llc_bytes=llc_bytes, make=lambda inner: worker.make_decode(inner, 0, CPU))
 
 
 @pytest.mark.parametrize(
@@ -130,6 +134,31 @@ def test_one_block_that_attention_loses_is_found(monkeypatch, module, arm):
     assert not real["verify"]()["passed"]
 
 
+@pytest.mark.parametrize("column", [0, -1])
+def test_one_wrong_column_of_the_weights_is_found(monkeypatch, column):
+    """The last one is of the other rank's index heads."""
+    real = made("projections", 2, queries="replicated")
+    product = layer_arms._product
+
+    def wrong(x, weight, out):
+        if out.shape[1] != traffic.HIDDEN:
+            weight = weight.clone()
+            weight[:, column] = weight[:, column].roll(1)
+        product(x, weight, out)
+
+    monkeypatch.setattr(layer_arms, "_product", wrong)
+    for call in real["calls"]:
+        call()
+    check = real["verify"]()
+    assert check["mismatches"] == 2 * len(real["calls"]) and check["rows"] == 2 * check["mismatches"]
+
+
+def test_both_kinds_of_projections_rotate_through_as_many_weights():
+    own = traffic.projection_bytes(point("projections", 2))
+    both = [made("projections", 2, llc_bytes=own // 2 + 1, cache="cold", queries=queries) for queries in (None, "replicated")]
+    assert [arm["caches"] for arm in both] == [2, 2] and both[1]["footprint_bytes"] - both[0]["footprint_bytes"] == 2 * 6144 * 64 * 2
+
+
 def test_wrong_ids_are_no_base_for_attention(monkeypatch):
     real = worker.TPDecode.__call__
     monkeypatch.setattr(worker.TPDecode, "__call__", lambda *given, **named: real(*given, **named).flip(2))
@@ -144,6 +173,10 @@ def test_bytes_of_what_stands_around():
     assert traffic.bytes_read(point("attention", 1, "fp8_e4m3fn")) == 2 * 4 * 2 * block
     assert traffic.bytes_read(point("attention", 2, context_tokens=100)) == 2 * 2 * 2 * block
     assert traffic.bytes_read(point("projections", 2)) == 6144 * ((16 + 3) * 64 + 64 + 16 * 64) * 2
+    assert traffic.bytes_read(point("projections", 2, queries="replicated")) == traffic.bytes_read(point("projections", 2)) + 6144 * 64 * 2
+    m3, more = Point(32768, 1, world=2, arm="projections"), Point(32768, 1, world=4, arm="projections", queries="replicated")
+    widths = [traffic.projection_widths(p)[0] // 128 for p in (m3, m3.replace(queries="replicated"), more.replace(queries=None), more)]
+    assert widths == [2 * 19 + 1, 2 * 19 + 1 + 2, 19 + 1, 19 + 1 + 3]
     assert traffic.bytes_read(point("mixed_tp", 2)) == traffic.bytes_read(point("tp", 2)) == 2 * 10 * block
     assert traffic.bytes_read(point("toy_cp", 2)) == 3 * (traffic.bytes_read(point("cp", 2)) + 2 * 4 * 2 * block)
     assert traffic.bytes_exchanged(point("toy_cp", 2)) == {k: 3 * v for k, v in traffic.bytes_exchanged(point("cp", 2)).items()}
@@ -160,6 +193,9 @@ def test_bytes_of_what_stands_around():
         ("toy_tp", {"dtype": "fp8_e4m3fn"}, "dtype='fp8_e4m3fn': must be 'bf16' for arm 'toy_tp'"),
         ("toy_cp", {"world": 4}, "world=4: must be at most the 2 heads"),
         ("toy_cp", {"shared_prefix_tokens": 64}, "shared_prefix_tokens=64: must be 0"),
+        ("projections", {"world": 2, "queries": "gathered"}, "queries='gathered': must be None .own heads. or 'replicated' for arm 'projections'"),
+        ("projections", {"queries": "replicated"}, "queries='replicated': must be None"),
+        ("attention", {"world": 2, "queries": "replicated"}, "queries='replicated': must be None: arm 'attention'"),
     ],
 )
 def test_points_that_make_no_sense_are_refused(arm, change, said):
@@ -170,8 +206,10 @@ def test_points_that_make_no_sense_are_refused(arm, change, said):
 def test_the_grid_for_two_gpus_is_short():
     points = planning.read_grid(frames.ROOT / "data" / "grids" / "layers.json", "cuda")
     plan = planning.make_plan(points, device="cuda", ranks=2, memory_bytes=141 << 30)
-    assert not plan.skipped and len(plan.points) == len(points) and planning.plan_s(plan.groups, "cuda") < 60
+    assert not plan.skipped and len(plan.points) == len(points) and planning.plan_s(plan.groups, "cuda") < 90
     assert all(len(set(g.points)) == len(g.points) for g in plan.groups)
+    both = {(p.world, p.batch): [q.queries for q in g.points if q.arm == "projections"] for g in plan.groups for p in g.points if p.arm == "projections"}
+    assert both == {(w, b): [None, "replicated"] for w, bs in ((2, (1, 2, 4, 8, 16, 32)), (4, (1, 8, 32))) for b in bs}, "both kinds in alternating rounds"
     assert {p.arm for p in points} == {"tp", "cp", "page_read", *LAYER_ARMS} and {p.dtype for p in points if p.arm == "attention"} == {"bf16", "fp8_e4m3fn"}
 
 
@@ -186,6 +224,11 @@ def test_shares_and_changes_of_planted_rows():
     assert [s.share for s in layer_shares.shares(planted(US))] == [30 / 40, 20 / 30]
     found = layer_shares.shares(planted(US | {"projections": 20.0}))
     assert [(s.share, s.attention_of_limit) for s in found] == [(30 / 60, 2.0), (20 / 50, 2.0)]
+    more = synthetic.row(point("projections", 2, queries="replicated"), 30.0, np.random.default_rng(0), jitter=0.0, limit_us=5.0)
+    replicated = synthetic.row(point("cp", 2, queries="replicated"), 20.0, np.random.default_rng(0), jitter=0.0)
+    for held, us in (([], 20.0), ([more], 30.0)):  # the other ranks' heads count where they are projected and were measured
+        found = layer_shares.shares([*planted(US | {"projections": 20.0}), replicated, *held])
+        assert {s.point.queries: s.projections_us for s in found} == {None: 20.0, "gathered": 20.0, "replicated": us}
     (mixed,), (toys,) = (layer_shares.changes(planted(US), kind) for kind in ("mixed", "toy"))
     assert (mixed.cp_us - mixed.tp_us, mixed.indexer_us, mixed.low_us, mixed.high_us) == (-5.0, -10.0, -5.0, -5.0)
     assert (toys.tp_us, toys.cp_us, toys.indexer_us) == (500.0, 472.0, -10.0)
@@ -222,7 +265,12 @@ def test_an_interval_is_of_what_stands_before_it():
 
 def test_tables_of_planted_rows(tmp_path):
     records.append(tmp_path, *planted(US))
+    records.append(tmp_path, *(
+        dataclasses.replace(r, point=r.point.replace(cache="cold", queries=q), samples_us=[us] * 7, limit_us=us / 2)
+        for r in planted({"projections": 1.0}) for q, us in ((None, 20.0), ("replicated", 20.5))
+    ))  # fmt: skip
     lines = layer_shares.main(str(tmp_path))
+    assert "| 2 | 2 | 20.00 | 20.50 | +0.50 (+0.50 to +0.50) | +0.25 |" in lines
     assert "| 700, 2 | 2 | TP staged | 30.0 | 10.0 | 2.00x | - | 75% |" in lines
     assert "| 700, 2 | 2 | CP staged, collective, gathered | 100.0 | 95.0 | -5.0 (-5.0 to -5.0) | -10.0 | +5.0 (+5.0 to +5.0) |" in lines
     assert "| 700, 2 | 2 | CP staged, collective, gathered | 0.500 | 0.472 | -0.0280 (-0.0280 to -0.0280) | -0.0300 |" in lines

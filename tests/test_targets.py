@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import synthetic
 
-from m3cp import crossover, frames, plots, targets
+from m3cp import crossover, frames, layer_shares, plots, records, targets
 from m3cp.shapes import IndexerShape, Point
 
 CONTEXTS, BATCHES = (8192, 32_768, 131_072), (1, 8, 32)
@@ -65,7 +65,7 @@ def test_rows_of_another_machine_are_refused():
         targets.aims(frames.table(synthetic.rows()))
 
 
-def lines_of(extra_us: float, node: str = targets.NODE, **fields):
+def paths_of(extra_us: float, node: str = targets.NODE, **fields):
     """TP at 5 + bytes, CP at 6 + `extra_us` + half the bytes: break-even where half the bytes take 1 + extra_us."""
     rows = []
     for context in (4096, 8192, 16_384, 65_536, 131_072):
@@ -77,7 +77,29 @@ def lines_of(extra_us: float, node: str = targets.NODE, **fields):
             rows.append(planted(context, batch, 6 + us / 2 - extra_us, "cp", queries="replicated", node=node, **fields))
             rows.append(planted(context, batch, 30 + us / 2, "vllm_cp", exchange="collective", queries="gathered", node=node))
             rows.append(planted(context, batch, us, "page_read", node=node))
-    return crossover.measured_lines(frames.table(rows), draws=40)
+    return rows
+
+
+def lines_of(extra_us: float, projections=(), **fields):
+    return crossover.measured_lines(frames.table(paths_of(extra_us, **fields)), 40, projections)
+
+
+def products(us: dict, world: int = 2, node: str = targets.NODE, code: str = "synthetic000", jitter: float = 0.0, **changes):
+    """Rows of both kinds of projections: {batch: (own heads, with the other ranks' index heads)}."""
+    rng, provenance = np.random.default_rng(1), {**synthetic.PROVENANCE, "code_hash": code}
+    return [
+        synthetic.row(Point(32_768, batch, world=world, max_context=131_072, arm="projections", queries=q), v, rng, jitter=jitter, node=node, provenance=provenance, **changes)
+        for batch, pair in us.items() for q, v in zip((None, "replicated"), pair, strict=True)
+    ]  # fmt: skip
+
+
+def measured(folder, *rows, under=""):
+    records.append(folder / under, *rows)
+    return layer_shares.extra_projections(str(folder))
+
+
+def replicated(lines):
+    return [line for line in lines if line.variant["queries"] == "replicated"]
 
 
 def test_lines_cross_where_they_were_planted_and_say_what_was_charged():
@@ -108,7 +130,51 @@ def test_the_charge_by_bytes_is_the_weights_of_the_other_ranks_heads():
 
 def test_rows_that_hold_the_projection_are_charged_nothing_more():
     names = [line.name for line in lines_of(0.0, timed_region=["extra_projection", "decode"])]
-    assert names[1:3] == ["CP one launch, replicated, projection measured", "vLLM CP over collectives, gathered"]
+    assert names[1:3] == ["CP one launch, replicated, projection in the timed region", "vLLM CP over collectives, gathered"]
+
+
+RISING = {1: (36.0, 36.5), 32: (36.0, 36.0 + 0.5 + 31 * 0.3)}  # 0.3 µs more a request
+
+
+@pytest.mark.parametrize("under", ["", "layers"])
+def test_a_measured_projection_moves_the_line_by_what_it_costs_and_is_called_measured(tmp_path, under):
+    """Replicated CP breaks even where half the bytes take 0.4 + charge: 0.5 at batch 1, interpolated 2.6 at batch 8."""
+    records.append(tmp_path, *paths_of(0.6))
+    (line,) = replicated(lines_of(0.6, measured(tmp_path, *products(RISING), under=under)))
+    assert line.name == "CP one launch, replicated, projection measured, 0.50 to 2.60 µs at batches 1 to 8" and line.charge_us == pytest.approx(2.6)
+    assert {a.at: a.value for a in line.answers} == pytest.approx({1.0: 8192 * 2 * 0.9, 8.0: 8192 / 8 * 2 * 3.0})
+    assert "measured on 2x NVIDIA H200 at P = 2: batch 1: 0.50 µs (0.50 to 0.50); batch 32: 9.80 µs (9.80 to 9.80); linear in between" in line.note
+    printed = "\n".join(targets.main(str(tmp_path)))
+    assert "| CP one launch, replicated, projection measured, 0.50 to 2.60 µs at batches 1 to 8 |" in printed and "published" not in printed
+    assert printed.count(line.note) == 2
+
+
+def test_the_spread_of_the_projections_is_part_of_the_lines_interval(tmp_path):
+    sharp, wide = ((replicated(lines_of(0.6, measured(tmp_path / str(jitter), *products({1: (36.0, 36.5), 8: (36.0, 38.0)}, jitter=jitter)))))[0] for jitter in (0.0, 0.004))
+    assert sharp.answers[0].low == pytest.approx(sharp.answers[0].high)
+    assert wide.answers[0].high - wide.answers[0].low > 8192 * 2 * 0.05  # 0.004 of 36 µs are 0.14 µs a round
+    assert wide.pairs["delta_low"].iloc[0] < wide.pairs["delta_us"].iloc[0] < wide.pairs["delta_high"].iloc[0]
+
+
+def test_projections_of_another_machine_kind_or_run_charge_nothing(tmp_path):
+    published = [line.name for line in replicated(lines_of(0.6))]
+    assert published[0] == "CP one launch, replicated, projection 0 µs (published)"
+    other = replicated(lines_of(0.6, measured(tmp_path / "node", *products(RISING, node="8x NVIDIA H200"))))
+    assert [line.name for line in other] == published and "Measured on 8x NVIDIA H200, another machine: not used." in other[0].note
+    for name, kind in (("world", {"world": 4}), ("warm", {"cache_state": "warm"})):
+        assert [line.name for line in replicated(lines_of(0.6, measured(tmp_path / name, *products(RISING, **kind))))] == published
+    own, more = ([r for r in products(RISING) if (r.point.queries is None) == mine] for mine in (True, False))
+    assert measured(tmp_path / "apart", *own) == [] == measured(tmp_path / "apart", *more, under="layers"), "two runs are no pair"
+    older = [r for r in products(RISING, code="older") if r.point.queries]
+    assert measured(tmp_path / "mixed", *own, *older) == [], "two codes are no pair"
+
+
+def test_projections_of_other_code_say_so_and_stand_back(tmp_path):
+    (line,) = replicated(lines_of(0.6, measured(tmp_path, *products(RISING, code="older"))))
+    assert line.name.endswith("projection measured, 0.50 to 2.60 µs at batches 1 to 8, by code older")
+    assert line.note.endswith("Their rows are of code older, those of the paths of synthetic000.")
+    (line,) = replicated(lines_of(0.6, measured(tmp_path, *products({1: (36.0, 36.1)}), under="layers")))
+    assert line.name.endswith("projection measured, 0.10 µs at batches 1 to 8")
 
 
 def test_the_figure_marks_what_lies_outside_and_breaks_at_a_batch_without_a_crossing():

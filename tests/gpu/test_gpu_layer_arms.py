@@ -32,4 +32,5 @@ def test_on_two_gpus(tmp_path):
     grids = [{"arms": graphs, **FORMS}, {"arms": ["mixed_tp", "mixed_cp"], "launch": "eager", **FORMS}, {"arms": ["tp", "cp", "toy_tp", "toy_cp"]}]
     rows = measured(tmp_path, grids, [2])
     assert {r.point.arm for r in rows} == {"tp", "cp", *LAYER_ARMS} and {r.ranks for r in rows} == {2}
+    assert [r.point.queries for r in rows if r.point.arm == "projections"] == [None, "replicated"]
     assert all(r.calls_per_replay == 2 for r in rows if r.point.arm.startswith("toy_"))
