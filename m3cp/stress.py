@@ -3,15 +3,17 @@
 A leg is a Point run again and again: its calls, each over a cache of its own so that keys and words are cold, stand in
 one captured graph as the layers of a few decode steps do, all through one object. Between them come calls that don't
 exchange and, before about one launch in a thousand, a wait of up to 500 us on one rank. The graph itself compares the
-ids of each of its calls with the reference's and adds up mismatches on the device; the host looks a few times a second.
+ids of each of its calls with the reference's and adds up mismatches on the device; the host looks about once a second.
+Calls of an adaptive object draw their lengths just above its threshold's sum of blocks and at it, so that both paths come.
 
-Runs where torch and triton are all there is: `python3 -m m3cp.stress --stress --minutes 5 --out stress.json`.
+Runs where torch, triton and tqdm are all there is: `python3 -m m3cp.stress --stress --minutes 5 --out stress.json`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import random
 import sys
@@ -21,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from m3cp import doctor, records, sweep
+from m3cp import compiled, doctor, records, sweep
 from m3cp.shapes import IndexerShape, Point, require
 
 LAYERS = 57  # calls of one decode step, through one object
@@ -29,10 +31,20 @@ DELAYED = 1 / 1000  # of all launches
 MOST_DELAY_US = 500.0
 SHORT_EVERY = 8  # one call in so many has short rows only, so exchanges nothing
 DELAY_ROWS = 4096  # replays until the drawn delays repeat
-BATCH_S = 0.3  # of replays between two looks of the host
+BATCH_S = 1.0  # of replays between two looks of the host, during which nothing is queued
+LEAST_S = 0.2  # of a leg
 POOL_PAGES = {"cuda": 131_072, "cpu": 600}  # 4 GiB of bf16 keys on a GPU: distinct pages of a leg's caches
 MOST_BLOCKS = {"cuda": 120_000, "cpu": 2_000}  # that the reference scores for one leg
 THRASH_BYTES = 256 << 20
+THRESHOLD, LARGE_THRESHOLD = 40, 600  # blocks, of adaptive legs
+CELLS = ("fp8", "adaptive", "padded")  # words of legs' names that the table sums over all kinds
+
+# Context tokens, batch, mix, query_len, padding rows. At most 32 rows, or kernels of another bucket would be compiled.
+SMALL = [(8192, 1, "uniform", 1, 0), (4096, 4, "uniform", 1, 0), (2200, 8, "uniform", 1, 2), (8192, 3, "uniform", 4, 1)]
+NEAR = (5200, 1, "uniform", 1, 0)  # one block above THRESHOLD
+LARGE = [(131_072, 4, "uniform", 1, 0), (65_536, 2, "uniform", 8, 1), (50_000, 6, "log_uniform", 5, 0), (131_072, 16, "one_long_rest_4k", 1, 2),
+         (32_768, 30, "log_uniform", 1, 2), (131_072, 16, "log_uniform", 2, 0), (20_000, 5, "uniform", 3, 0)]  # fmt: skip
+EAGER = [(8192, 1, "uniform", 1, 0), (30_000, 7, "log_uniform", 2, 1)]
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,15 @@ class Leg:
     @property
     def name(self) -> str:
         p = self.point
-        return f"{p.label.rsplit(' ', 1)[0]} {p.launch}"
+        adaptive = "" if p.threshold_blocks is None else f" adaptive above {p.threshold_blocks}"
+        padded = f" +{p.rows_padded} padded" if p.rows_padded else ""
+        return f"{p.label.rsplit(' ', 1)[0]}{adaptive}{padded} {p.launch}"
+
+    @property
+    def shared(self) -> tuple:
+        """Legs of which this is alike run through one object."""
+        p = self.point
+        return p.arm, p.form, p.queries, p.dtype, p.threshold_blocks
 
 
 @dataclass
@@ -74,37 +94,89 @@ class Found:
 
 
 def legs(world: int, device: str, interpreted: bool = False) -> list[Leg]:
-    """Small captured shapes, then large ones, mixes and query lengths, then eager calls; a toy of it on a CPU."""
-    shape = dict(world=world, cache="cold", launch="graph" if device == "cuda" else "eager")
+    """bf16, then fp8 caches; of each small captured shapes, then large ones, mixes and query lengths, then eager calls; a toy of it on a CPU.
+
+    Shares are seconds, so that 20 million small, 200,000 large and 100,000 eager launches a rank come at about the same
+    time: on two H200 after 3.9, 4.5 or 5.1 minutes. Predicted from stress_one_launch.json, stress_two_launch.json and
+    stress.json in data/measured/h200x2: of each way and kind the slowest leg's rate (fp8 and adaptive as their bf16 way),
+    and the set-up a leg of each of these runs in turn (0.53, 0.97 and 1.37 s, the last with compiling in it).
+    """
     if device == "cpu":
         # The eager backend knows the staged form only; interpreted, the one-launch kernel itself runs.
-        toy = IndexerShape(head_dim=64, block_size=64, topk=4)
-        base = Point(64 * 9, 2, shape=toy, max_context=64 * 16, arm="cp", form="one_launch" if interpreted else "staged",
-                     exchange="symmetric", queries="gathered", **shape)  # fmt: skip
-        return [Leg(base, 1, 1.0), Leg(base.replace(queries="replicated", query_len=3, mix="log_uniform"), 1, 1.0)]
-    made = []
-    tp = Point(8192, 1, arm="tp", form="one_launch", max_context=131_072, **shape)
-    arms = [tp]
+        base = Point(64 * 9, 2, shape=IndexerShape(head_dim=64, block_size=64, topk=4), max_context=64 * 16, arm="cp", world=world,
+                     form="one_launch" if interpreted else "staged", exchange="symmetric", queries="gathered", launch="eager")  # fmt: skip
+        verify = base.replace(queries="replicated", query_len=3, mix="log_uniform", rows_padded=1)
+        made = [base, verify, base.replace(dtype="fp8_e4m3fn")]
+        if interpreted:
+            made += [p.replace(threshold_blocks=12) for p in (base, verify)]
+            made += [base.replace(dtype="fp8_e4m3fn", threshold_blocks=12, form="two_launch", query_len=2)]
+        return [Leg(point, 1, 1.0) for point in made]
+    tp = Point(8192, 1, arm="tp", form="one_launch", max_context=131_072, world=world)
+    fp8, adaptive = {"dtype": "fp8_e4m3fn"}, {"threshold_blocks": THRESHOLD}
+    # What runs, seconds of each small leg, of each eager one, the shapes.
+    some, near = [SMALL[0], *SMALL[2:]], [NEAR, SMALL[1], SMALL[3]]
+    ways = [(tp, 2, 1.2, some, LARGE[::3], EAGER[:1]), (tp.replace(**fp8), 2, 1.2, some[::2], LARGE[:2], EAGER[:1])]
     if world > 1:
-        cp = tp.replace(arm="cp", exchange="symmetric", queries="replicated")
-        two = cp.replace(form="two_launch")
-        arms = [cp, cp.replace(queries="gathered"), tp, two, two.replace(queries="gathered")]
-    for arm, weight in zip(arms, (4, 4, 1, 1, 1) if world > 1 else (4,), strict=True):
-        for tokens, batch, query_len in ((8192, 1, 1), (4096, 4, 1), (2200, 8, 1), (8192, 3, 4)):
-            made.append(Leg(arm.replace(context_tokens=tokens, batch=batch, query_len=query_len), 4, 3.0 * weight))
-        large = [(131_072, 4, "uniform", 1), (131_072, 16, "one_long_rest_4k", 1), (131_072, 16, "log_uniform", 2),
-                 (32_768, 32, "log_uniform", 1), (32_768, 8, "uniform", 4), (65_536, 2, "uniform", 8), (20_000, 5, "uniform", 3),
-                 (50_000, 6, "log_uniform", 5)]  # fmt: skip
-        for tokens, batch, mix, query_len in large[:: 1 if weight > 1 else 3]:
-            changed = arm.replace(context_tokens=tokens, batch=batch, mix=mix, query_len=query_len)
-            made.append(Leg(changed, 1, 0.5 * weight))
-        eager = arm.replace(launch="eager")
-        made += [
-            Leg(eager, 1, 1.0 * weight),
-            Leg(eager.replace(context_tokens=30_000, batch=7, mix="log_uniform", query_len=2), 1, 0.7 * weight),
+        replicated = tp.replace(arm="cp", exchange="symmetric", queries="replicated")
+        both = replicated, replicated.replace(queries="gathered")
+        two = [p.replace(form="two_launch") for p in both]
+        ways = [
+            *((p, 6, 1.2, SMALL, LARGE, EAGER) for p in both),
+            ways[0],
+            *((p, 3, 0.6, some[:2], LARGE[::6], EAGER[:1]) for p in two),
+            *((p.replace(**adaptive), 6, 1.2, near, LARGE[:3], EAGER) for p in both),
+            *((p.replace(**fp8), 4, 1.2, some, LARGE[:2], EAGER) for p in both),
+            ways[1],
+            *((p.replace(**fp8, **adaptive), 6, 0.6, near[::2], [], EAGER[:1]) for p in both),
+            (two[1].replace(**fp8, **adaptive), 3, 0.6, near[::2], [], EAGER[:1]),
         ]
+    found = []
+    for way, small_s, eager_s, *shapes in ways:
+        for kind, of_kind in zip(("small", "large", "eager"), shapes, strict=True):
+            point = way.replace(launch="eager" if kind == "eager" else "graph")
+            if kind == "large" and way.threshold_blocks is not None:
+                point = point.replace(threshold_blocks=LARGE_THRESHOLD)
+            for tokens, batch, mix, query_len, padding in of_kind:
+                changed = point.replace(context_tokens=tokens, batch=batch, mix=mix, query_len=query_len, rows_padded=padding)
+                found.append(Leg(changed, 4 if kind == "small" else 1, {"small": small_s, "large": 0.2, "eager": eager_s}[kind]))
     order = {"small": 0, "large": 1, "eager": 2}
-    return sorted(made, key=lambda leg: order[kind_of(leg)])
+    return sorted(found, key=lambda leg: (leg.point.dtype, order[kind_of(leg)]))
+
+
+def chosen(job: dict[str, Any], world: int) -> list[Leg]:
+    """The legs that a job asks for.
+
+    Raises:
+        ValueError: `only` names none.
+    """
+    from m3cp.kernels import tile
+
+    todo = legs(world, job["device"], tile.INTERPRETED)
+    todo = [leg for leg in todo if not job["only"] or any(word in f"{kind_of(leg)} {leg.name}" for word in job["only"])]
+    require("only", job["only"], bool(todo), "words that a leg's kind or name contains")
+    return todo
+
+
+def bounds(todo: Sequence[Leg]) -> dict[tuple, Point]:
+    """For each object that legs share, a Point as large as the largest of them."""
+    found: dict[tuple, Point] = {}
+    for leg in todo:
+        point, most = leg.point, found.get(leg.shared, leg.point)
+        found[leg.shared] = point.replace(
+            batch=max(most.batch, point.batch + point.rows_padded), query_len=max(most.query_len, point.query_len), context_tokens=1, mix="uniform", rows_padded=0
+        )
+    return found
+
+
+def at_threshold(lengths: Sequence[int], threshold: int, block_size: int) -> list[int]:
+    """The same requests, shortened by whole blocks until they see `threshold` blocks in all: the first stay longest, none goes."""
+    blocks = [-(-n // block_size) for n in lengths]
+    left, found = threshold - sum(b > 0 for b in blocks), []
+    for n, b in zip(lengths, blocks, strict=True):
+        more = min(max(b - 1, 0), left)
+        left -= more
+        found.append(n - (b - 1 - more) * block_size if b else 0)
+    return found
 
 
 def kind_of(leg: Leg) -> str:
@@ -127,11 +199,11 @@ class Delay:
         self.positions = sorted(rng.sample(range(calls), min(calls, max(1, calls // LAYERS))))
         chance = min(1.0, DELAYED * calls / len(self.positions))
         self.drawn_us = [[0.0] * len(self.positions) for _ in range(DELAY_ROWS)]
-        self.mine = 0
         for row in self.drawn_us:
             for i in range(len(row)):
                 hit, who, us = rng.random() < chance, rng.randrange(place.peers.world), rng.uniform(0, MOST_DELAY_US)
                 row[i] = us if hit and who == place.peers.rank else 0.0
+        self._counts = [sum(us > 0 for us in row) for row in self.drawn_us]
         self.on_gpu, self.turn = place.on_gpu, 0
         if self.on_gpu:
             from m3cp.kernels.spin import spin, spins_a_us
@@ -161,8 +233,7 @@ class Delay:
 
     def count(self, rotations: int) -> int:
         """Waits that this rank made in the first `rotations` rotations."""
-        each = [sum(us > 0 for us in row) for row in self.drawn_us]
-        return sum(each) * (rotations // DELAY_ROWS) + sum(each[: rotations % DELAY_ROWS])
+        return sum(self._counts) * (rotations // DELAY_ROWS) + sum(self._counts[: rotations % DELAY_ROWS])
 
 
 class Rotation:
@@ -189,39 +260,38 @@ class Rotation:
         )
         caches = max(1, min(self.calls, pool.shape[0] // need, cold, max(2, MOST_BLOCKS[place.device.type] // blocks)))
         problem = inputs.build(point.replace(seed=seed % 2**31), place.device, caches=caches, pool=pool)
-        short = (problem.seq_lens // 7).clamp(max=point.shape.topk * point.shape.block_size)
+        lens = {"long": problem.seq_lens, "short": (problem.seq_lens // 7).clamp(max=point.shape.topk * point.shape.block_size)}
         used = point.shape.blocks(point.context_tokens)
         owned = slice(decode.shard.owned_heads.start, decode.shard.owned_heads.stop)
         q = problem.local_q(decode.shard) if point.arm == "tp" or point.queries == "gathered" else problem.q
+        if point.threshold_blocks is not None:
+            few = at_threshold(problem.seq_lens.tolist(), point.threshold_blocks, point.shape.block_size)
+            lens["few"] = torch.tensor(few, dtype=torch.int32, device=place.device)
 
-        def right(cache: int, lens):
-            given = (problem.q, problem.cache, problem.block_tables[cache][:, :used], lens)
-            return reference.select_blocks(*given, shape=point.shape, query_len=point.query_len)[owned]
+        def right(lens, count: int):
+            """Ids in each of the first `count` caches, scored as one batch."""
+            tables = torch.cat([table[:, :used] for table in problem.block_tables[:count]])
+            given = (problem.q.repeat(count, 1, 1), problem.cache, tables, lens.repeat(count))
+            return reference.select_blocks(*given, shape=point.shape, query_len=point.query_len)[owned].chunk(count, dim=1)
 
-        long_ids = [right(c, problem.seq_lens) for c in range(caches)]
-        short_ids = right(0, short)  # rows that choose all they see choose the same in every cache
-        kinds = [rng.randrange(SHORT_EVERY) == 0 for _ in range(self.calls)]
-        kinds[0] = False
+        # Rows that choose all they see choose the same in every cache.
+        ids = {way: right(given, 1 if way == "short" else caches) for way, given in lens.items()}
+        drawn = [way for way in lens if way != "short"]
+        kinds = ["short" if rng.randrange(SHORT_EVERY) == 0 else rng.choice(drawn) for _ in range(self.calls)]
+        kinds[: len(drawn)] = drawn
         needs = any(point.shape.blocks(n) > point.shape.topk for n in traffic.context_lengths(point))
-        self.exchanging = self.calls - sum(kinds) if point.arm == "cp" and needs else 0
-        self.expect = torch.stack([short_ids if is_short else long_ids[n % caches] for n, is_short in enumerate(kinds)])
+        self.exchanging = kinds.count("long") if point.arm == "cp" and needs else 0
+        self.expect = torch.stack([ids[way][n % len(ids[way])] for n, way in enumerate(kinds)])
         self.outs = torch.full_like(self.expect, -2)
         self.bad = torch.zeros(1, dtype=torch.int64, device=place.device)
         self.delay = Delay(place, self.calls, rng)
         self.rotations = 0
+        self._before = self._exchanged()
 
         def rotation() -> None:
-            for n, is_short in enumerate(kinds):
+            for n, way in enumerate(kinds):
                 self.delay.before(n)
-                lens = short if is_short else problem.seq_lens
-                decode(
-                    q,
-                    problem.cache,
-                    problem.block_tables[n % caches],
-                    lens,
-                    query_len=point.query_len,
-                    out=self.outs[n],
-                )
+                decode(q, problem.cache, problem.block_tables[n % caches], lens[way], query_len=point.query_len, out=self.outs[n])
             self.bad.add_((self.outs != self.expect).flatten(1).any(1).sum())
             self.outs.fill_(-2)
             self.delay.end()
@@ -242,6 +312,14 @@ class Rotation:
     def look(self) -> tuple[int, list[int]]:
         """(mismatches so far, the error word) of this rank; waits for the device."""
         return int(self.bad), self.decode._state.tolist()
+
+    def _exchanged(self) -> int:
+        return self.decode.counts()["cp"] if self.leg.point.threshold_blocks is not None else 0
+
+    def strayed(self) -> int:
+        """Calls of an adaptive object that took CP's path beyond those that should have, on this rank."""
+        adaptive = self.leg.point.threshold_blocks is not None
+        return self._exchanged() - self._before - self.rotations * self.exchanging if adaptive else 0
 
     def close(self) -> None:
         """Free the graph."""
@@ -276,50 +354,44 @@ class Thrash:
 
 def body(place, job: dict[str, Any]) -> None:
     """What a rank of the stress run does; rank 0 leaves progress and the result in the scratch folder."""
-    import torch
-
     from m3cp import inputs, worker
-    from m3cp.kernels import tile
 
-    began, todo = time.monotonic(), legs(place.peers.world, place.device.type, tile.INTERPRETED)
-    todo = [leg for leg in todo if not job["only"] or any(word in f"{kind_of(leg)} {leg.name}" for word in job["only"])]
-    if not todo:
-        raise ValueError(f"only={job['only']}: no leg's name contains one of these")
-    shape = todo[0].point.shape
-    pool = inputs.make_pool(shape, torch.bfloat16, place.device, pages=POOL_PAGES[place.device.type], seed=job["seed"])
-    thrash = Thrash(place, job["thrash"])
-    objects: dict[tuple, Any] = {}
-    results = []
+    todo = chosen(job, place.peers.world)
+    began, thrash, pool, objects = time.monotonic(), Thrash(place, job["thrash"]), None, {}
+    results = [Found(leg.name, kind_of(leg)) for leg in todo]  # a leg that time did not reach says 0 launches
     seconds, scratch = job["minutes"] * 60, Path(job["scratch"])
-    left = sum(leg.share for leg in todo)
-    for number, leg in enumerate(todo):
-        found = Found(leg.name, kind_of(leg))
-        results.append(found)
-        if time.monotonic() - began > seconds:
-            continue  # its line says 0 launches
+    for key, bound in bounds(todo).items():
+        say(place, scratch, results, 0.0, f"setting up {' '.join(str(k) for k in key if k is not None)}")
+
+        def make(bound=bound):
+            decode = worker.make_decode(bound, place.peers.rank, place.device)
+            decode.warmup()
+            return decode
+
+        objects[key] = place.peers.together(make)
+    left, set_up = sum(leg.share for leg in todo), 0.0
+    for number, (leg, found) in enumerate(zip(todo, results, strict=True)):
+        if place.peers.exchange(time.monotonic() - began > seconds)[0]:  # rank 0's clock, or some would go on alone
+            break
 
         def tell(label=leg.name, number=number) -> None:
             say(place, scratch, results, number / len(todo), label)
 
         tell(label=f"setting up {leg.name}")
-        key = (leg.point.arm, leg.point.form, leg.point.queries)
-        if key not in objects:
-            most = max(o.point.batch for o in todo), max(o.point.query_len for o in todo)
-            bounds = leg.point.replace(batch=most[0], query_len=most[1], context_tokens=1, mix="uniform")
-
-            def make(bounds=bounds):
-                decode = worker.make_decode(bounds, place.peers.rank, place.device)
-                decode.warmup()
-                return decode
-
-            objects[key] = place.peers.together(make)
+        start, dtype = time.monotonic(), inputs.TORCH_DTYPES[leg.point.dtype]
+        if pool is None or pool.dtype != dtype:
+            pool = None
+            gc.collect()  # a leg's rotation refers to itself, so to its pool
+            pool = inputs.make_pool(leg.point.shape, dtype, place.device, pages=POOL_PAGES[place.device.type], seed=job["seed"])
         ready = place.peers.together(
-            lambda leg=leg, key=key, number=number: Rotation(place, leg, objects[key], pool, job["seed"] + number)
+            lambda leg=leg, number=number, pool=pool: Rotation(place, leg, objects[leg.shared], pool, job["seed"] + number)
         )
         place.peers.together(ready.start)
-        # What is left of the time is shared out anew at each leg: setting up takes its part.
+        # What is left of the time is shared out anew at each leg, less what setting up the others will take.
         now = time.monotonic()
-        share = max(0.5, (seconds - (now - began)) * leg.share / left)
+        set_up += now - start
+        spare = seconds - (now - began) - set_up / (number + 1) * (len(todo) - number - 1)
+        share = max(LEAST_S, spare * leg.share / left)
         left -= leg.share
         problem = run_leg(place, ready, found, thrash, now + share, tell)
         ready.close()
@@ -342,7 +414,8 @@ def run_leg(place, ready: Rotation, found: Found, thrash: Thrash, until: float, 
         thrash.wait()
         took = time.monotonic() - start
         # Rank 0 decides how many come next and when it is enough, so that all ranks run as many.
-        answers = place.peers.exchange([bad, state, took, time.monotonic() < until, ready.delay.count(ready.rotations)])
+        remaining = until - time.monotonic()
+        answers = place.peers.exchange([bad, state, took, remaining, ready.delay.count(ready.rotations), ready.strayed()])
         found.launches = ready.rotations * ready.calls
         found.exchanging = ready.rotations * ready.exchanging
         found.mismatches = sum(a[0] for a in answers)
@@ -353,12 +426,15 @@ def run_leg(place, ready: Rotation, found: Found, thrash: Thrash, until: float, 
         if words:
             rank, (launch, kind, other, at) = words[0]
             found.error = f"rank {rank} found error {kind} (rank {other}) at launch {at} of {launch}"
+        elif strayed := {rank: a[5] for rank, a in enumerate(answers) if a[5]}:
+            found.error = f"calls on CP's path beyond those above the threshold, by rank: {strayed}"
         tell()
-        if found.mismatches or words:
+        if found.mismatches or found.error:
             return True
-        if not answers[0][3]:
+        took, remaining = answers[0][2:4]
+        if remaining <= 0:
             return False
-        count = max(1, min(1000, int(BATCH_S / max(1e-4, answers[0][2] / (ready.rotations - 1)))))
+        count = max(1, min(1000, int(min(BATCH_S, remaining) / max(1e-4, took / (ready.rotations - 1)))))
 
 
 def say(place, scratch: Path, results: list[Found], share: float, label: str) -> None:
@@ -402,18 +478,24 @@ class Bar:
 
 
 def table(found: Sequence[Found]) -> list[str]:
-    """The summary, a line a leg and a line a kind."""
+    """The summary: a line a leg, a line a kind, a line for each of CELLS."""
     width = max([len(f.leg) for f in found] + [20])
     lines = [
         f"{'leg':{width}} {'launches':>12} {'exchanging':>12} {'delays':>8} {'mismatches':>10} {'expiries':>8}  95% bound"
     ]
-    kinds = [k for k in ("small", "large", "eager") if any(f.kind == k for f in found)]
-    for f in [*found, *(total([x for x in found if x.kind == kind], f"all {kind}") for kind in kinds)]:
+    for f in [*found, *(total(some, f"all {name}") for name, some in groups(found).items())]:
         bound = f"{f.bound:.1e}" if f.bound is not None else f.error or "-"
         lines.append(
             f"{f.leg:{width}} {f.launches:12,} {f.exchanging:12,} {f.delays:8,} {f.mismatches:10,} {f.expiries:8,}  {bound}"
         )
     return lines
+
+
+def groups(found: Sequence[Found]) -> dict[str, list[Found]]:
+    """Legs by kind, then those whose name holds one of CELLS, whatever their kind."""
+    some = {kind: [f for f in found if f.kind == kind] for kind in ("small", "large", "eager")}
+    some |= {cell: [f for f in found if cell in f.leg] for cell in CELLS}
+    return {name: legs for name, legs in some.items() if legs}
 
 
 def total(found: Sequence[Found], name: str) -> Found:
@@ -422,7 +504,8 @@ def total(found: Sequence[Found], name: str) -> Found:
         k: sum(getattr(f, k) for f in found)
         for k in ("launches", "mismatches", "expiries", "exchanging", "delays", "seconds")
     }
-    return Found(name, found[0].kind if found else "", error="; ".join(f.error for f in found if f.error), **sums)
+    kind = "/".join(dict.fromkeys(f.kind for f in found))
+    return Found(name, kind, error="; ".join(f.error for f in found if f.error), **sums)
 
 
 def stress(
@@ -442,13 +525,17 @@ def stress(
         only: legs whose kind or name contains one of these words; all when empty.
 
     Raises:
-        ValueError: `minutes` is not positive.
+        ValueError: `minutes` is not positive, or `only` names no leg.
         sweep.WorkersFailed: a rank failed; the message names it.
     """
     require("minutes", minutes, minutes > 0, "a positive number of minutes")
     facts = sweep.job_facts(device)
     print(f"stress: {ranks} ranks of {facts['node']}, about {minutes:g} min", flush=True)
     job = {**facts, "minutes": minutes, "thrash": thrash, "seed": seed, "only": list(only)}
+    todo = chosen(job, ranks)
+    if device == "cuda":  # the minutes are for launches
+        count, problems = compiled.ahead(bounds(todo).values())
+        print("\n".join([f"{count} kernels compiled ahead", *problems]), flush=True)
     bar, results = Bar(minutes), []
 
     def look(scratch: Path) -> None:
@@ -468,7 +555,7 @@ def stress(
 
 def write(out: Path, results: Sequence[Found], node: str, job: dict[str, Any], ranks: int) -> None:
     """The legs and their sums as JSON."""
-    kinds = {kind: total([f for f in results if f.kind == kind], kind) for kind in sorted({f.kind for f in results})}
+    kinds = {name: total(some, name) for name, some in groups(results).items()}
     summary = {
         "node": node, "ranks": ranks, "minutes": job["minutes"], "thrash": job["thrash"] and job["device"] == "cuda", "seed": job["seed"],
         "code_hash": records.code_hash(), "provenance": doctor.provenance(), "legs": [asdict(f) for f in results],

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from m3cp import inputs, stress
+from m3cp import inputs, stress, traffic
 from m3cp.shapes import IndexerShape, Point
 from m3cp.worker import make_decode
 
@@ -30,11 +30,12 @@ def place(world=1, rank=0):
 
 
 @pytest.fixture
-def ready():
-    pool = inputs.make_pool(POINT.shape, torch.bfloat16, "cpu", pages=200, seed=1)
-    decode = make_decode(POINT, 0, torch.device("cpu"))
+def ready(request):
+    point = POINT.replace(**getattr(request, "param", {}))
+    pool = inputs.make_pool(point.shape, inputs.TORCH_DTYPES[point.dtype], "cpu", pages=200, seed=1)
+    decode = make_decode(point.replace(batch=point.batch + point.rows_padded, rows_padded=0), 0, torch.device("cpu"))
     decode.warmup()
-    made = stress.Rotation(place(), stress.Leg(POINT, 1, 1.0), decode, pool, seed=3)
+    made = stress.Rotation(place(), stress.Leg(point, 1, 1.0), decode, pool, seed=3)
     made.start()
     return made
 
@@ -45,12 +46,14 @@ def run(ready):
     return wrong, found
 
 
+@pytest.mark.parametrize("ready", [{}, {"dtype": "fp8_e4m3fn"}, {"rows_padded": 2, "query_len": 8, "mix": "log_uniform"}], indirect=True)
 def test_right_launches_give_a_bound(ready):
     wrong, found = run(ready)
     assert not wrong and (found.launches, found.mismatches, found.expiries) == (12, 0, 0)
     assert found.bound == 3 / 12
 
 
+@pytest.mark.parametrize("ready", [{}, {"dtype": "fp8_e4m3fn"}, {"rows_padded": 2}], indirect=True)
 def test_one_wrong_id_in_one_launch_is_counted_and_ends_the_leg(ready):
     ready.expect[2, 1, 0, 3] += 1
     wrong, found = run(ready)
@@ -106,6 +109,78 @@ def test_legs_cover_what_they_should():
     assert len({leg.name + str(leg.point) for leg in found}) == len(found)
 
 
+def ways(found):
+    return {(p.arm, p.form, p.queries, p.dtype, p.threshold_blocks is not None) for p in (leg.point for leg in found)}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_legs_cover_every_cell_captured_and_eager(world):
+    found = stress.legs(world, "cuda")
+    wanted = {("tp", "one_launch", None, dtype, False) for dtype in ("bf16", "fp8_e4m3fn")}
+    if world > 1:
+        both = "replicated", "gathered"
+        wanted |= {("cp", "one_launch", q, dtype, adaptive) for q in both for dtype in ("bf16", "fp8_e4m3fn") for adaptive in (False, True)}
+        wanted |= {("cp", "two_launch", q, "bf16", False) for q in both} | {("cp", "two_launch", "gathered", "fp8_e4m3fn", True)}
+    for kind in ("small", "eager"):
+        assert ways(leg for leg in found if stress.kind_of(leg) == kind) == wanted, kind
+    large = [leg for leg in found if stress.kind_of(leg) == "large"]
+    assert ways(large) == {way for way in wanted if way[3:] != ("fp8_e4m3fn", True)}
+    for way in ways(large):
+        mine = [leg.point for leg in large if ways([leg]) == {way}]
+        assert way[0] == "tp" or way[1] == "two_launch" or {p.query_len for p in mine} >= {1, 8} and any(p.rows_padded for p in mine)
+
+
+@pytest.mark.parametrize("world, device, interpreted", [(2, "cuda", False), (4, "cuda", False), (2, "cpu", True)])
+def test_adaptive_legs_have_both_paths_and_tps_reads_keys(world, device, interpreted):
+    adaptive = [leg.point for leg in stress.legs(world, device, interpreted) if leg.point.threshold_blocks is not None]
+    above = []
+    for p in adaptive:
+        lengths = traffic.context_lengths(p) + [0] * p.rows_padded
+        few = stress.at_threshold(lengths, p.threshold_blocks, p.shape.block_size)
+        blocks, fewer = ([p.shape.blocks(n) for n in some] for some in (lengths, few))
+        above.append(sum(blocks) - p.threshold_blocks)
+        assert sum(blocks) > p.threshold_blocks == sum(fewer) and max(fewer) > p.shape.topk, p.label
+        assert all((a == 0) == (b == 0) and b <= a for a, b in zip(lengths, few, strict=True))
+    assert device == "cpu" or above.count(1) >= 4, "one block above, as close as it gets"
+
+
+def test_shortened_requests_keep_their_last_blocks_raggedness():
+    assert stress.at_threshold([300, 130, 0, 128], 4, 128) == [172, 2, 0, 128]
+    assert stress.at_threshold([300, 130], 5, 128) == [300, 130]
+
+
+def test_every_leg_fits_the_object_that_it_shares():
+    found = stress.legs(2, "cuda")
+    bounds = stress.bounds(found)
+    for leg in found:
+        point, bound = leg.point, bounds[leg.shared]
+        assert point.batch + point.rows_padded <= bound.batch <= 32 and point.query_len <= bound.query_len
+        alike = ("arm", "form", "queries", "exchange", "dtype", "threshold_blocks", "max_context", "world")
+        assert all(getattr(point, name) == getattr(bound, name) for name in alike)
+
+
+@pytest.mark.parametrize("word", stress.CELLS)
+def test_a_cell_can_be_chosen_by_its_word(word):
+    job = {"device": "cuda", "only": [word]}
+    mine = stress.chosen(job, 2)
+    held = {"fp8": lambda p: p.dtype == "fp8_e4m3fn", "adaptive": lambda p: p.threshold_blocks is not None, "padded": lambda p: p.rows_padded > 0}[word]
+    assert mine == [leg for leg in stress.legs(2, "cuda") if held(leg.point)] and {stress.kind_of(leg) for leg in mine} == {"small", "large", "eager"}
+    with pytest.raises(ValueError, match=r"only=\['fp9'\]: must be words"):
+        stress.chosen(job | {"only": ["fp9"]}, 2)
+
+
+def test_the_table_sums_each_cell_over_all_kinds():
+    found = [
+        stress.Found("cp 8k fp8_e4m3fn graph", "small", launches=2000),
+        stress.Found("cp 8k adaptive above 40 graph", "small", launches=1000),
+        stress.Found("cp 8k fp8_e4m3fn adaptive above 40 eager", "eager", launches=500, error="rank 0 found"),
+    ]
+    sums = {name: stress.total(some, name) for name, some in stress.groups(found).items()}
+    assert {name: s.launches for name, s in sums.items()} == {"small": 3000, "eager": 500, "fp8": 2500, "adaptive": 1500}
+    assert sums["small"].bound == 1e-3 and sums["fp8"].bound is None and sums["adaptive"].kind == "small/eager"
+    assert [line[:12].strip() for line in stress.table(found)[4:]] == ["all small", "all eager", "all fp8", "all adaptive"]
+
+
 def test_the_table_sums_and_bounds():
     found = [
         stress.Found("a", "small", launches=1000),
@@ -130,7 +205,7 @@ def test_two_ranks_end_with_a_table_and_a_file(tmp_path):
         "m3cp.stress",
         "--stress",
         "--minutes",
-        "0.05",
+        "0.1",
         "--device",
         "cpu",
         "--out",
@@ -145,6 +220,7 @@ def test_two_ranks_end_with_a_table_and_a_file(tmp_path):
         and summary["kinds"]["eager"]["launches"] > 0
     )
     assert "95% bound" in done.stdout and "all eager" in done.stdout
+    assert summary["kinds"]["fp8"]["launches"] == sum(leg["launches"] for leg in summary["legs"] if "fp8" in leg["leg"]) > 0
 
 
 def test_bad_arguments_are_refused_by_name():
