@@ -174,20 +174,20 @@ def _projections(point: Point, shard: Shard, device: torch.device, llc_bytes: in
     g = torch.Generator(device).manual_seed(point.seed + shard.rank)
     given = dict(generator=g, device=device, dtype=torch.float32)
 
-    def drawn(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, **given).mul_(rows**-0.5).to(torch.bfloat16)
+    def drawn(inputs: int, outputs: int) -> torch.Tensor:
+        return torch.randn(outputs, inputs, **given).mul_(inputs**-0.5).to(torch.bfloat16)  # as engines keep them
 
     weights = [(drawn(traffic.HIDDEN, before), drawn(behind, traffic.HIDDEN)) for _ in range(copies)]
     rows = torch.randn(tokens, traffic.HIDDEN, **given).to(torch.bfloat16), torch.randn(tokens, behind, **given).to(torch.bfloat16)
     if foreign:
-        weights = [(torch.cat([w, drawn(traffic.HIDDEN, foreign)], 1), out) for w, out in weights]
-    outs = [tuple(torch.empty(tokens, w.shape[1], dtype=torch.bfloat16, device=device) for w in weights[0]) for _ in range(calls)]
+        weights = [(torch.cat([w, drawn(traffic.HIDDEN, foreign)]), out) for w, out in weights]
+    outs = [tuple(torch.empty(tokens, w.shape[0], dtype=torch.bfloat16, device=device) for w in weights[0]) for _ in range(calls)]
 
     def call(number: int) -> None:
         for x, weight, out in zip(rows, weights[number % copies], outs[number], strict=True):
             _product(x, weight, out)
 
-    expect = {c: [x.float() @ w.float() for x, w in zip(rows, weights[c], strict=True)] for c in {0, copies - 1}}
+    expect = {c: [x.float() @ w.float().T for x, w in zip(rows, weights[c], strict=True)] for c in {0, copies - 1}}
 
     def verify() -> dict[str, Any]:
         checks = []
@@ -206,9 +206,9 @@ def _projections(point: Point, shard: Shard, device: torch.device, llc_bytes: in
 
 def _product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     if x.device.type == "cpu":  # few CPUs multiply bf16
-        out.copy_(x.float() @ weight.float())
+        out.copy_(x.float() @ weight.float().T)
     else:
-        torch.mm(x, weight, out=out)
+        torch.mm(x, weight.T, out=out)
 
 
 def _mixed(

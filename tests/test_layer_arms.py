@@ -143,7 +143,7 @@ def test_one_wrong_column_of_the_weights_is_found(monkeypatch, column):
     def wrong(x, weight, out):
         if out.shape[1] != traffic.HIDDEN:
             weight = weight.clone()
-            weight[:, column] = weight[:, column].roll(1)
+            weight[column] = weight[column].roll(1)
         product(x, weight, out)
 
     monkeypatch.setattr(layer_arms, "_product", wrong)
