@@ -84,7 +84,7 @@ def build(kernel, pointers: dict[str, str], constants: dict[str, Any], target: s
     return Build(target, registers, vector + private, made.metadata.shared, text, scalar, made.asm["ttgir"])
 
 
-def resident_programs(kernel, num_warps: int, device) -> int:
+def resident_programs(kernel, device) -> int:
     """Programs of a compiled kernel that a compute unit of `device` holds at once, by registers, shared memory, threads.
 
     Args:
@@ -96,6 +96,7 @@ def resident_programs(kernel, num_warps: int, device) -> int:
     import torch
 
     kernel._init_handles()
+    num_warps = kernel.metadata.num_warps
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         limit = SHARED_BYTES.get(properties.gcnArchName.split(":")[0], 64 * 1024)

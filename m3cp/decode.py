@@ -513,7 +513,7 @@ class _Fused:
         bounds = (owner.max_requests, owner.max_query_len, owner.cache_dtype)
         first = self.phases[0]
         built = fused_op.heaviest(owner.shape, self.shard, *bounds, self.exchange, self.gather, self.threshold is not None, first)
-        fit = compiled.resident_programs(built, tile.WARPS, self.owner.device)
+        fit = compiled.resident_programs(built, self.owner.device)
         if fit < 1:
             raise RuntimeError(f"form={self.owner.form!r}: no program of this kernel fits a compute unit of {self.owner.device}")
         return units * min(tile.setting(tile.cache_format(owner.cache_dtype)).programs_per_unit, fit)
@@ -527,7 +527,7 @@ class _Fused:
         warm = self.owner._warm and (emit is None or emit.table.page_size in self.owner._warm_page_sizes)
         # Only programs of one launch that wait for each other must all be resident.
         if not warm and phase == fused_op.ONE_LAUNCH and self.owner.device.type == "cuda":
-            fit = compiled.resident_programs(built, tile.WARPS, self.owner.device) * _compute_units(self.owner.device)
+            fit = compiled.resident_programs(built, self.owner.device) * _compute_units(self.owner.device)
             if fit < self.memory.counters.shape[1]:
                 raise RuntimeError(f"{fit} programs of this kernel are resident at once, the grid has {self.memory.counters.shape[1]}: they could wait for ever")
 

@@ -45,10 +45,10 @@ POINTERS = {
 CASTS = {"sm_90": torch.float8_e4m3fn, "gfx950": torch.float8_e4m3fn, "gfx942": torch.float8_e4m3fnuz}  # by an instruction
 
 
-def launched(target, dtype, groups=1, adaptive=False):
+def launched(target, dtype, groups=1, adaptive=False, staged=False):
     """(constants, setting) of a scoring kernel over such a cache on a target."""
     form = tile.cache_format(dtype, CASTS[target] == dtype)
-    setting = tile.setting(form, groups, adaptive, target != "sm_90")
+    setting = tile.setting(form, groups, adaptive, target != "sm_90", staged)
     return dict(FORMAT=form, STAGES=setting.stages, UPCAST=False), setting
 
 
@@ -58,7 +58,7 @@ def score(target, *, heads=4, query_len=1, requests=16, dim=128, block=128, page
     if page_bytes:
         cache = cache.as_strided((1, block, dim), (page_bytes // 2, dim, 1))
     constants = score_op.constants(shape, heads, heads, 1, query_len, requests, cache, tile.columns(target != "sm_90"))
-    options, setting = launched(target, dtype, constants["GROUPS"])
+    options, setting = launched(target, dtype, constants["GROUPS"], staged=True)
     return compiled.build(
         score_op.score_kernel,
         POINTERS
@@ -111,6 +111,8 @@ def assert_sound(build):
         dict(dim=64, block=64),
         dict(dtype=torch.float8_e4m3fn),
         dict(dtype=torch.float8_e4m3fnuz),
+        dict(dtype=torch.float8_e4m3fnuz, query_len=3),
+        dict(dtype=torch.float8_e4m3fnuz, query_len=8),
         dict(dtype=torch.float16),
     ],
     ids=str,
@@ -121,9 +123,10 @@ def test_score(target, change):
     assert re.search(MATRIX[target], build.assembly), "no matrix instruction"
     if target == "sm_90":
         # What the setting promises must fit a unit together.
-        resident = min(compiled.SHARED_BYTES[target] // build.shared_bytes, 65_536 // (32 * tile.WARPS * build.registers))
         groups = -(-change.get("heads", 4) * change.get("query_len", 1) // tile.columns(False))
-        assert resident >= launched(target, change.get("dtype", torch.bfloat16), groups)[1].programs_per_unit
+        setting = launched(target, change.get("dtype", torch.bfloat16), groups, staged=True)[1]
+        resident = min(compiled.SHARED_BYTES[target] // build.shared_bytes, 65_536 // (32 * setting.options["num_warps"] * build.registers))
+        assert resident >= setting.programs_per_unit
 
 
 @pytest.mark.parametrize("target", TARGETS)

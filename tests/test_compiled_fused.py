@@ -78,6 +78,14 @@ def test_more_columns_and_adaptive(target, dtype, query_len, adaptive):
     assert_sound(build)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("query_len, adaptive", [(5, False), (8, False), (3, True)])
+def test_fp8_columns_that_four_warps_spill(query_len, adaptive):
+    """At 255 registers of four warps these spilled up to 104 bytes on sm_90."""
+    assert launched("sm_90", torch.float8_e4m3fn, -(-4 * query_len // 8), adaptive)[1].options["num_warps"] == 8
+    assert_sound(fused("sm_90", gather=True, dtype=torch.float8_e4m3fn, query_len=query_len, adaptive=adaptive))
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("phase", [fused_op.PUSH, fused_op.CHOOSE])
 def test_two_launches(target, phase):

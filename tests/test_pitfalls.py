@@ -171,7 +171,7 @@ def launch_on(monkeypatch, *, grid: int, fit: int, warm: bool = False, phase: in
     launched = []
     monkeypatch.setattr(decode.fused_op, "fused", lambda *tensors, **named: launched.append(named["phase"]) or "built")
     monkeypatch.setattr(decode, "_compute_units", lambda device: 132)
-    monkeypatch.setattr(decode.compiled, "resident_programs", lambda built, warps, device: fit)
+    monkeypatch.setattr(decode.compiled, "resident_programs", lambda built, device: fit)
     made = object.__new__(decode._Fused)
     made.owner = SimpleNamespace(device=torch.device("cuda", 0), _warm=warm, shape=None, max_context=1, form="one_launch")
     made.shard, made.spin_limit, made.exchange, made.gather, made.threshold = None, 1, True, False, None
@@ -202,7 +202,7 @@ def test_a_kernel_that_does_not_fit_a_unit_is_refused_at_construction(monkeypatc
     monkeypatch.setattr(decode, "_compute_units", lambda device: 132)
     monkeypatch.setattr(decode.fused_op, "heaviest", lambda *given: "built")
     for fit, grid in ((0, None), (1, 132), (2, 264), (9, 132 * 4)):
-        monkeypatch.setattr(decode.compiled, "resident_programs", lambda built, warps, device, fit=fit: fit)
+        monkeypatch.setattr(decode.compiled, "resident_programs", lambda built, device, fit=fit: fit)
         if grid is None:
             with pytest.raises(RuntimeError, match="form='one_launch': no program of this kernel fits a compute unit of cuda:0"):
                 made._resident()
@@ -211,18 +211,18 @@ def test_a_kernel_that_does_not_fit_a_unit_is_refused_at_construction(monkeypatc
 
 
 @pytest.mark.parametrize(
-    "hip, registers, shared, expect",
+    "hip, registers, warps, shared, expect",
     [
-        (None, 168, 66_000, 3), (None, 168, 80_000, 2), (None, 255, 66_000, 2), (None, 128, 1_000, 4),
-        ("6.4", 184, 32_768, 2), ("6.4", 128, 32_768, 4), ("6.4", 168, 32_768, 3), ("6.4", 128, 65_536, 2), ("6.4", 512, 1_000, 1),
+        (None, 168, 4, 66_000, 3), (None, 168, 4, 80_000, 2), (None, 255, 4, 66_000, 2), (None, 128, 4, 1_000, 4), (None, 255, 8, 40_000, 1), (None, 128, 8, 40_000, 2),
+        ("6.4", 184, 4, 32_768, 2), ("6.4", 128, 4, 32_768, 4), ("6.4", 168, 4, 32_768, 3), ("6.4", 128, 4, 65_536, 2), ("6.4", 512, 4, 1_000, 1),
     ],
 )  # fmt: skip
-def test_programs_a_unit_holds(monkeypatch, hip, registers, shared, expect):
+def test_programs_a_unit_holds(monkeypatch, hip, registers, warps, shared, expect):
     """By the vendors' rules; at 184 VGPRs an MI355X compute unit holds two programs of four waves, not three."""
     properties = SimpleNamespace(
         regs_per_multiprocessor=65_536, max_threads_per_multi_processor=2048, shared_memory_per_multiprocessor=228 * 1024, gcnArchName="gfx950:sramecc+:xnack-"
     )
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    kernel = SimpleNamespace(n_regs=registers, metadata=SimpleNamespace(shared=shared), _init_handles=lambda: None)
-    assert compiled.resident_programs(kernel, 4, "cuda") == expect
+    kernel = SimpleNamespace(n_regs=registers, metadata=SimpleNamespace(shared=shared, num_warps=warps), _init_handles=lambda: None)
+    assert compiled.resident_programs(kernel, "cuda") == expect

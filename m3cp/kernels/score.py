@@ -146,7 +146,7 @@ def score(
     heads = out.shape[1]
     form = tile.cache_format(cache.dtype)
     fixed = constants(shape, heads, q.shape[2] if gathered else heads, q.shape[0] if gathered else 1, query_len, seq_lens.numel(), cache)
-    setting = tile.setting(form, fixed["GROUPS"])
+    setting = tile.setting(form, fixed["GROUPS"], staged=True)
     score_kernel[(programs,)](
         q, tile.as_stored(cache), block_table, seq_lens, out, state,
         seq_lens.numel(), query_len, cache.shape[0], shard.rank, shard.world, max_context, shape.init_blocks, shape.local_blocks,

@@ -49,7 +49,7 @@ def as_stored(cache: torch.Tensor) -> torch.Tensor:
     return cache.view(torch.uint8) if cache.dtype in _FORMATS else cache
 
 
-WARPS = 4  # the dot of 128 keys without spills
+WARPS = 4  # the dot of 128 keys without spills, but for the cells of `setting`
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,22 @@ class Setting:
     options: dict[str, int] = field(default_factory=dict)
 
 
-def setting(cache: int, groups: int = 1, adaptive: bool = False, hip: bool = bool(torch.version.hip)) -> Setting:
+def setting(cache: int, groups: int = 1, adaptive: bool = False, hip: bool = bool(torch.version.hip), staged: bool = False) -> Setting:
     """The setting for a format of `cache_format` and so many groups of columns: what was fastest on an H200 (LOG.md, 2026-11-30).
 
     On NVIDIA the registers that so many programs leave to a thread are stated: without the statement the compiler
-    spills a few bytes of some kernels to fit one program more than are launched.
+    spills a few bytes of some kernels to fit one program more than are launched. Where four warps spill at 255, eight
+    run, one program a unit (`staged`: in the staged form, whose kernel is smaller, fewer do); wave64 has registers for
+    four, and eight would be more threads than a polled tensor has words.
     """
+    moved = cache in (E4M3FN.value, E4M3FNUZ.value)
+    most = 1 if moved or adaptive else 2  # groups of columns that four warps hold
+    if not hip and cache != NATIVE.value and groups > most and (moved or not staged):
+        return Setting(3, 1, {"num_warps": 2 * WARPS, "maxnreg": 255})
     if cache == NATIVE.value:
         stages, programs = 2, 4 if groups == 1 else 3 if groups == 2 else 2
     else:
-        stages, programs = 3, 3 if groups == 1 and not adaptive and cache in (E4M3FN_CAST.value, E4M3FNUZ_CAST.value) else 2
+        stages, programs = 3, 3 if groups == 1 and not adaptive and not moved else 2
     registers = min(255, 65_536 // (32 * WARPS * programs) // 8 * 8)
     return Setting(stages, programs, {"num_warps": WARPS} | ({} if hip else {"maxnreg": registers}))
 
