@@ -181,9 +181,10 @@ def kernels(target: str) -> dict[str, tuple]:
     def attending(dtype: str) -> tuple:
         fixed = attention.constants(shape.heads, 16, shape.head_dim, shape.block_size, shape.topk, 4) | {"scale": shape.head_dim**-0.5}
         stored = torch.float8_e4m3fn if dtype == "u8" else torch.bfloat16
-        options = dict(UNIT=16 if dtype == "u8" else 8, FORMAT=attention.cache_format(stored, hip, cast=True), STAGES=attention.STAGES, UPCAST=False)
+        kind = attention.cache_format(stored, hip, cast=True)
+        options = dict(UNIT=16 if dtype == "u8" else 8, FORMAT=kind, STAGES=attention.STAGES, UPCAST=False)
         pointers = step | dict(k_ptr=dtype, v_ptr=dtype, ids_ptr="i32", parts_ptr="fp32", lse_ptr="fp32")
-        return attention.attention_kernel, pointers, fixed | options, dict(num_warps=attention.WARPS_FP8 if dtype == "u8" else attention.WARPS)
+        return attention.attention_kernel, pointers, fixed | options, attention.options(kind, hip)
 
     filling = dict(FORMAT=form("bf16"), STAGES=prefill.STAGES, UPCAST=False)
     parts = dict(GROUP=16, DIM=shape.head_dim, SPLITS=4, LANES=4, v_scale=1.0)

@@ -14,9 +14,7 @@ import triton.language as tl
 from m3cp.kernels import tile
 from m3cp.kernels.tile import NATIVE, decode_e4m3, row_tokens
 
-# A 16 x 128 query tile against 128 keys, then 128 values: four warps hold both without spills on all three GPUs; the
-# conversion of fp8 to bf16 needs the registers of eight.
-WARPS, WARPS_FP8, STAGES = 4, 8, 2
+STAGES = 2
 PROGRAMS_PER_UNIT = 2  # splits are made until the grid has this many
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -139,12 +137,24 @@ def attention(
         scale, query_len, k_cache.shape[0], max_context, q.stride(0) // 8, q.stride(1) // 8, *(s // unit for s in (*k_cache.stride()[:3], *v_cache.stride()[:3])),
         block_table.stride(0), ids.stride(0), **constants(kv_heads, group, dim, k_cache.shape[1], ids.shape[2], splits),
         UNIT=unit, FORMAT=cache_format(k_cache.dtype), STAGES=STAGES, UPCAST=tile.INTERPRETED,
-        num_warps=WARPS if k_cache.element_size() == 2 else WARPS_FP8,
+        **options(cache_format(k_cache.dtype)),
     )  # fmt: skip
     merge_parts_kernel[(tokens * q.shape[1],)](
         parts, lse, out, v_scale, GROUP=group, DIM=dim, SPLITS=splits, LANES=triton.next_power_of_2(splits), num_warps=1
     )
     return out
+
+
+def options(form: int, hip: bool = bool(torch.version.hip)) -> dict[str, int]:
+    """The compiler's options for a `cache_format`.
+
+    A 16 x 128 query tile against 128 keys, then 128 values: four warps hold both without spills on all three GPUs, and the
+    conversion of fp8 needs the registers of eight. By NVIDIA's instruction two such programs fit a unit, if it is told so
+    (a quarter faster at 32 requests, LOG.md, 2026-11-30); by integer moves they would spill.
+    """
+    if form == NATIVE.value:
+        return {"num_warps": 4}
+    return {"num_warps": 8} | ({"maxnreg": 128} if form == tile.E4M3FN_CAST.value and not hip else {})
 
 
 def cache_format(dtype: torch.dtype, hip: bool = bool(torch.version.hip), cast: bool | None = None) -> int:

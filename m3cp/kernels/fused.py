@@ -64,6 +64,7 @@ ONE_LAUNCH, PUSH, CHOOSE = 0, 1, 2  # phases
 NO_PAGES = dict(pages_ptr=None, attended_ptr=None, entry_stride=None, PER_BLOCK=0)  # None: no argument of the compiled kernel
 
 _SEGMENT = tl.constexpr(SEGMENT)
+_FEW = tl.constexpr(64)  # lanes that are chosen by counting: quicker than sorting them; 256 sort quicker (LOG.md, 2026-11-30)
 _FAILED = tl.constexpr(-1)  # stands for the block ids of a segment whose wait expired
 
 
@@ -177,14 +178,14 @@ def row_pointers(
 
 @triton.jit
 def await_scores(
-    p_row, first, visible, init, local, failed, tag, spin_limit, state_ptr, p_launch, world, TOPK: tl.constexpr, PHASE: tl.constexpr
+    p_row, first, visible, init, local, failed, tag, spin_limit, state_ptr, p_launch, WORLD: tl.constexpr, TOPK: tl.constexpr, PHASE: tl.constexpr
 ):  # fmt: skip
     """Codes of blocks [first, first + SEGMENT) of a row, int32 in the order of scores, and whether a word failed to come."""
     o_block = first + tl.arange(0, _SEGMENT)
     awaited = (visible > TOPK) & (o_block >= init) & (o_block < visible - local) & (failed == 0)
     word, missing, late = await_words(p_row + o_block, awaited, tag, spin_limit)
     if late > 0:
-        report_wait(state_ptr, this_launch(p_launch, PHASE), tl.max(tl.where(missing, o_block % world, 0), 0))
+        report_wait(state_ptr, this_launch(p_launch, PHASE), tl.max(tl.where(missing, o_block % WORLD, 0), 0))
     # A row that chooses everything was not scored: any code will do, the same for all.
     code = tl.where(awaited, word, tl.where(visible > TOPK, 0, 1))
     return signed(forced_code_jit(code, o_block, visible, init, local)), late + failed.to(tl.int32)
@@ -215,16 +216,6 @@ def signed(code):
 
 
 @triton.jit
-def best_codes(code, lanes, KEEP: tl.constexpr):
-    """The KEEP largest codes, descending, where only the first `lanes` hold any: up to 64 fold, a quarter to sort."""
-    if lanes <= 64:
-        best = tl.topk(tl.max(tl.reshape(code, [code.shape[0] // 64, 64]), 0), KEEP)
-    else:
-        best = tl.topk(code, KEEP)
-    return best
-
-
-@triton.jit
 def cut(best, TOPK: tl.constexpr, KEEP: tl.constexpr):
     """From a row's KEEP largest codes, descending: the TOPK-th, and how many lanes may be taken at that very level."""
     threshold = tl.max(tl.where(tl.arange(0, KEEP) >= TOPK - 1, best, -2147483648), 0)
@@ -250,6 +241,21 @@ def place_lanes(code, threshold, free, above_before, level_before):
 
 
 @triton.jit
+def few_lanes(code):
+    """The first _FEW of a segment's lanes, where the rest hold nothing."""
+    return tl.max(tl.reshape(code, [code.shape[0] // _FEW, _FEW]), 0)
+
+
+@triton.jit
+def place_few(code, TOPK: tl.constexpr):
+    """Of _FEW lanes, which are chosen and each one's place, as `place_lanes`: every lane counts those that come before it."""
+    o = tl.arange(0, _FEW)
+    key = (code.to(tl.int64) << 6) | (_FEW - 1 - o)  # equal scores: the lower lane first
+    taken = ((tl.sum((key[:, None] > key[None, :]).to(tl.int32), 0) < TOPK) & (code != -2147483648)).to(tl.int32)
+    return taken > 0, tl.cumsum(taken, 0) - taken
+
+
+@triton.jit
 def store_row(p_out, block, taken, place, visible, late, TOPK: tl.constexpr, KEEP: tl.constexpr):
     """Store a row's chosen ids at their places, and -1 behind them; -1 everywhere when a wait expired."""
     o_k = tl.arange(0, KEEP)
@@ -261,28 +267,29 @@ def store_row(p_out, block, taken, place, visible, late, TOPK: tl.constexpr, KEE
 @triton.jit(
     do_not_specialize=[
         "q_ptr", "cache_ptr", "table_ptr", "lens_ptr", "out_ptr", "words_ptr", "peers_ptr", "parts_ptr", "counters_ptr", "state_ptr",
-        "requests", "query_len", "pages", "rank", "world", "max_context", "init", "local", "spin_limit",
+        "requests", "query_len", "pages", "rank", "max_context", "init", "local", "spin_limit",
         "stride_token", "stride_head", "stride_page", "stride_table", "width", "slot_words", "max_tokens", "threshold",
         "pages_ptr", "attended_ptr", "entry_stride",
     ]
 )  # fmt: skip
 def fused_kernel(
     q_ptr, cache_ptr, table_ptr, lens_ptr, out_ptr, words_ptr, peers_ptr, parts_ptr, counters_ptr, state_ptr,
-    requests, query_len, pages, rank, world, max_context, init, local, spin_limit,
+    requests, query_len, pages, rank, max_context, init, local, spin_limit,
     stride_token, stride_head, stride_page, stride_table, width, slot_words, max_tokens, threshold, pages_ptr, attended_ptr, entry_stride,
     HEADS: tl.constexpr, LOCAL_HEADS: tl.constexpr, REPLICAS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     TOPK: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, REQUESTS: tl.constexpr, ALIGN: tl.constexpr, KEEP: tl.constexpr,
     STAGES: tl.constexpr, UPCAST: tl.constexpr, PHASE: tl.constexpr, EXCHANGE: tl.constexpr, GATHER: tl.constexpr, PRESENCE: tl.constexpr,
     FORMAT: tl.constexpr, ADAPTIVE: tl.constexpr, PER_BLOCK: tl.constexpr,
 ):  # fmt: skip
+    WORLD: tl.constexpr = HEADS // LOCAL_HEADS * REPLICAS if EXCHANGE else 1  # a constant: two divisions less before the page ids
     i_program = tl.program_id(0)
     programs = tl.num_programs(0)
     tokens = requests * query_len
     if GATHER and PHASE != 2:
         # Asked for before the lengths: every rank's first dot waits for these rows (0.4 us less, LOG.md, 2026-11-30).
         pairs = query_row(q_ptr, i_program, tokens * LOCAL_HEADS, stride_token, stride_head, LOCAL_HEADS, DIM)
-        o_rank = tl.arange(0, triton.next_power_of_2(HEADS // LOCAL_HEADS * REPLICAS))
-        peers = tl.load(peers_ptr + o_rank, mask=o_rank < world, other=0)
+        o_rank = tl.arange(0, triton.next_power_of_2(WORLD))
+        peers = tl.load(peers_ptr + o_rank, mask=o_rank < WORLD, other=0)
     p_exchange = counters_ptr + i_program
     p_launch = p_exchange + programs
     exchange = tl.load(p_exchange) + 1
@@ -294,12 +301,12 @@ def fused_kernel(
     lens = tl.load(lens_ptr + o_request, mask=o_request < requests, other=0)  # [REQUESTS]
     most = blocks_of(tl.max(longest_row(lens, query_len, max_context), 0), BLOCK)  # blocks of the longest row
     exchanges = (most > TOPK) & (failed == 0)
-    dealt, hands = rank, world  # this rank's blocks are those with block % hands == dealt
+    dealt, hands = rank, WORLD  # this rank's blocks are those with block % hands == dealt
     alone = False
     if ADAPTIVE:
         alone = tl.sum(blocks_of(longest_row(lens, query_len, max_context), BLOCK).to(tl.int64), 0) <= threshold
         exchanges = exchanges & (alone == 0)
-        dealt, hands = tl.where(alone, 0, rank), tl.where(alone, 1, world)
+        dealt, hands = tl.where(alone, 0, rank), tl.where(alone, 1, WORLD)
     if EXCHANGE:
         tag = exchange.to(tl.int32)
         slot = (exchange & 1) * slot_words
@@ -329,7 +336,7 @@ def fused_kernel(
     if PHASE != 2:
         if PRESENCE:
             if (i_program == 0) & exchanges:
-                for i_rank in range(world):
+                for i_rank in range(WORLD):
                     put(peer(peers_ptr, i_rank) + presence + rank, tagged(rank, tag), exchanges)
         if GATHER:
             if exchanges:
@@ -348,26 +355,24 @@ def fused_kernel(
             upto = tl.minimum(stop, end)
             p_table = table_ptr + i_request.to(tl.int64) * stride_table
             page = tl.load(p_table + (first_here + item - start) * hands + dealt, mask=item < upto, other=0)
-            # Columns of two groups are kept, of more the loop reads them again; but all are awaited here. A request that
-            # needs no keys lies between others in a share: nobody sends its queries.
+            # All are awaited and kept here: a wait inside the loop would end its pipeline. A request that needs no keys lies
+            # between others in a share: nobody sends its queries.
             patience = tl.where(item < upto, spin_limit, 0)
             b_q, late = query_columns(
                 q_ptr, words_ptr + slot_queries, i_request, 0, query_len, alone, tag, patience, stride_token, stride_head,
                 HEADS, LOCAL_HEADS, DIM, COLUMNS, GATHER,
             )  # fmt: skip
-            first_columns = operands(b_q, FORMAT)
-            lossy = first_columns[3]
-            for group in tl.static_range(1, GROUPS if GATHER or FORMAT != 0 else min(GROUPS, 2)):
+            kept = (operands(b_q, FORMAT),)
+            lossy = kept[0][3]
+            for group in tl.static_range(1, GROUPS):
                 b_q, late_here = query_columns(
                     q_ptr, words_ptr + slot_queries, i_request, group, query_len, alone, tag, patience, stride_token, stride_head,
                     HEADS, LOCAL_HEADS, DIM, COLUMNS, GATHER,
                 )  # fmt: skip
                 late = tl.maximum(late, late_here)
-                if GROUPS == 2:
-                    second_columns = operands(b_q, FORMAT)
-                    lossy = tl.maximum(lossy, second_columns[3])
-                else:
-                    lossy = tl.maximum(lossy, operands(b_q, FORMAT)[3])
+                more = operands(b_q, FORMAT)
+                lossy = tl.maximum(lossy, more[3])
+                kept = kept + (more,)
             if GATHER:
                 if (late >= 0) & (item < upto):
                     report_wait(state_ptr, this_launch(p_launch, PHASE), late // LOCAL_HEADS * REPLICAS)
@@ -383,16 +388,6 @@ def fused_kernel(
                 b_k = load_keys(cache_ptr, page, pages, stride_page, BLOCK, DIM, ALIGN, FORMAT)  # [BLOCK, DIM]
                 valid = (page >= 0) & (page < pages)
                 for group in tl.static_range(GROUPS):
-                    if group == 0:
-                        columns = first_columns
-                    elif GROUPS == 2:
-                        columns = second_columns
-                    else:
-                        b_q, _ = query_columns(
-                            q_ptr, words_ptr + slot_queries, i_request, group, query_len, alone, tag, 0, stride_token, stride_head,
-                            HEADS, LOCAL_HEADS, DIM, COLUMNS, GATHER,
-                        )  # fmt: skip
-                        columns = operands(b_q, FORMAT)
                     n_column = column_tokens(seq_len, group, query_len, max_context, HEADS, COLUMNS)
                     visible = blocks_of(n_column, BLOCK)
                     # Exactly the words that the row's reader awaits: choosers mask by the same condition.
@@ -400,9 +395,9 @@ def fused_kernel(
                     if ADAPTIVE:
                         o_head = (group * COLUMNS + tl.arange(0, COLUMNS)) % HEADS
                         sent &= (alone == 0) | (o_head // LOCAL_HEADS == rank // REPLICAS)
-                    best = score_columns(b_k, columns, n_column, block, valid, BLOCK, FORMAT, UPCAST)  # [COLUMNS]
+                    best = score_columns(b_k, kept[group], n_column, block, valid, BLOCK, FORMAT, UPCAST)  # [COLUMNS]
                     if FORMAT != NATIVE:
-                        sent &= columns[2] == 0
+                        sent &= kept[group][2] == 0
                     word = tagged(order_code_jit(best), tag)
                     for i_replica in tl.static_range(REPLICAS):
                         if (group == 0) & (i_replica == 0):
@@ -417,22 +412,22 @@ def fused_kernel(
                     if lossy > 0:
                         # The words of lossy columns, from bf16 dots: rare, so what they need is loaded again.
                         b_exact = b_k.to(tl.bfloat16)
-                        for group in tl.static_range(GROUPS):
+                        for i_group in range(GROUPS):  # at run time: unrolled, its columns would live at once
                             b_q, _ = query_columns(
-                                q_ptr, words_ptr + slot_queries, i_request, group, query_len, alone, tag, 0, stride_token, stride_head,
+                                q_ptr, words_ptr + slot_queries, i_request, i_group, query_len, alone, tag, 0, stride_token, stride_head,
                                 HEADS, LOCAL_HEADS, DIM, COLUMNS, GATHER,
                             )  # fmt: skip
-                            n_column = column_tokens(seq_len, group, query_len, max_context, HEADS, COLUMNS)
+                            n_column = column_tokens(seq_len, i_group, query_len, max_context, HEADS, COLUMNS)
                             visible = blocks_of(n_column, BLOCK)
                             sent = (visible > TOPK) & (block < visible - local) & (operands(b_q, FORMAT)[2] > 0)
                             if ADAPTIVE:
-                                o_head = (group * COLUMNS + tl.arange(0, COLUMNS)) % HEADS
+                                o_head = (i_group * COLUMNS + tl.arange(0, COLUMNS)) % HEADS
                                 sent &= (alone == 0) | (o_head // LOCAL_HEADS == rank // REPLICAS)
                             best = score_columns(b_exact, operands(b_q, NATIVE), n_column, block, valid, BLOCK, NATIVE, UPCAST)
                             word = tagged(order_code_jit(best), tag)
                             for i_replica in tl.static_range(REPLICAS):
                                 p_row = row_pointers(
-                                    words_ptr, peers_ptr, slot, i_request, group, query_len, max_tokens, width, i_replica, alone, rank,
+                                    words_ptr, peers_ptr, slot, i_request, i_group, query_len, max_tokens, width, i_replica, alone, rank,
                                     HEADS, LOCAL_HEADS, REPLICAS, COLUMNS, EXCHANGE,
                                 )  # fmt: skip
                                 put(p_row + block, word, sent)
@@ -456,22 +451,27 @@ def fused_kernel(
             if (begin_block < visible) | (i_segment == 0):
                 p_row = p_mine + ((i_row // tokens).to(tl.int64) * max_tokens + i_token) * width
                 code, late = await_scores(
-                    p_row, begin_block, visible, init, local, failed, tag, spin_limit, state_ptr, p_launch, world, TOPK, PHASE
+                    p_row, begin_block, visible, init, local, failed, tag, spin_limit, state_ptr, p_launch, WORLD, TOPK, PHASE
                 )  # fmt: skip
-                threshold, free = cut(best_codes(code, visible - begin_block, KEEP), TOPK, KEEP)
-                taken, place, _, _ = place_lanes(code, threshold, free, 0, 0)
                 o_block = begin_block + tl.arange(0, _SEGMENT)
+                if visible <= _FEW:
+                    taken, place = place_few(few_lanes(code), TOPK)
+                    store_row(out_ptr + row * TOPK, tl.arange(0, _FEW), taken, place, visible, late, TOPK, KEEP)
+                else:
+                    threshold, free = cut(tl.topk(code, KEEP), TOPK, KEEP)
+                    of_many, place_of_many, _, _ = place_lanes(code, threshold, free, 0, 0)  # another shape, so another name
+                    if visible <= _SEGMENT:
+                        store_row(out_ptr + row * TOPK, o_block, of_many, place_of_many, visible, late, TOPK, KEEP)
+                    else:
+                        p_part = parts_ptr + (row * segments + i_segment) * 2 * KEEP + place_of_many
+                        put(p_part, tagged(code, turn), of_many)
+                        put(p_part + KEEP, tagged(tl.where(late > 0, _FAILED, o_block), turn), of_many)
                 if visible <= _SEGMENT:
-                    store_row(out_ptr + row * TOPK, o_block, taken, place, visible, late, TOPK, KEEP)
                     if PER_BLOCK > 0:
                         store_row_pages(
                             out_ptr, row, i_token // query_len, n, table_ptr, stride_table, pages_ptr, attended_ptr, pages, entry_stride,
                             TOPK, KEEP, BLOCK, PER_BLOCK,
                         )  # fmt: skip
-                else:
-                    p_part = parts_ptr + (row * segments + i_segment) * 2 * KEEP + place
-                    put(p_part, tagged(code, turn), taken)
-                    put(p_part + KEEP, tagged(tl.where(late > 0, _FAILED, o_block), turn), taken)
         # --- rows of several segments: choose among their parts ---
         if segments > 1:
             for i_row in range(i_program, rows, programs):
@@ -483,19 +483,24 @@ def fused_kernel(
                     row_parts = parts_ptr + row * segments * 2 * KEEP
                     parts = (visible + _SEGMENT - 1) // _SEGMENT * KEEP
                     code, o_block, late = await_parts(row_parts, 0, parts, visible, turn, spin_limit, state_ptr, p_launch, rank, TOPK, KEEP, PHASE)
-                    best = best_codes(code, parts, KEEP)
-                    for begin in range(POLLED, parts, POLLED):
-                        more, _, late_here = await_parts(row_parts, begin, parts, visible, turn, spin_limit, state_ptr, p_launch, rank, TOPK, KEEP, PHASE)
-                        best = keep_best(best, tl.topk(more, KEEP), KEEP)
-                        late += late_here
-                    threshold, free = cut(best, TOPK, KEEP)
-                    taken, place, above, level = place_lanes(code, threshold, free, 0, 0)
-                    p_out = out_ptr + row * TOPK
-                    store_row(p_out, o_block, taken, place, visible, late, TOPK, KEEP)
-                    for begin in range(POLLED, parts, POLLED):
-                        code, o_block, _ = await_parts(row_parts, begin, parts, visible, turn, spin_limit, state_ptr, p_launch, rank, TOPK, KEEP, PHASE)
-                        taken, place, above, level = place_lanes(code, threshold, free, above, level)
-                        store_row(p_out, o_block, taken, place, visible, late, TOPK, KEEP)
+                    if parts <= _FEW:
+                        taken, place = place_few(few_lanes(code), TOPK)
+                        chosen_from = few_lanes(tl.where(tl.arange(0, POLLED) < parts, o_block, -1))
+                        store_row(out_ptr + row * TOPK, chosen_from, taken, place, visible, late, TOPK, KEEP)
+                    else:
+                        best = tl.topk(code, KEEP)
+                        for begin in range(POLLED, parts, POLLED):
+                            more, _, late_here = await_parts(row_parts, begin, parts, visible, turn, spin_limit, state_ptr, p_launch, rank, TOPK, KEEP, PHASE)
+                            best = keep_best(best, tl.topk(more, KEEP), KEEP)
+                            late += late_here
+                        threshold, free = cut(best, TOPK, KEEP)
+                        of_many, place_of_many, above, level = place_lanes(code, threshold, free, 0, 0)
+                        p_out = out_ptr + row * TOPK
+                        store_row(p_out, o_block, of_many, place_of_many, visible, late, TOPK, KEEP)
+                        for begin in range(POLLED, parts, POLLED):
+                            code, o_block, _ = await_parts(row_parts, begin, parts, visible, turn, spin_limit, state_ptr, p_launch, rank, TOPK, KEEP, PHASE)
+                            of_many, place_of_many, above, level = place_lanes(code, threshold, free, above, level)
+                            store_row(p_out, o_block, of_many, place_of_many, visible, late, TOPK, KEEP)
                     if PER_BLOCK > 0:
                         store_row_pages(
                             out_ptr, row, i_token // query_len, n, table_ptr, stride_table, pages_ptr, attended_ptr, pages, entry_stride,
@@ -513,7 +518,7 @@ def fused_kernel(
             late = 0
             for begin_block in range(0, visible, _SEGMENT):
                 code, late_here = await_scores(
-                    p_row, begin_block, visible, init, local, failed, tag, spin_limit, state_ptr, p_launch, world, TOPK, PHASE
+                    p_row, begin_block, visible, init, local, failed, tag, spin_limit, state_ptr, p_launch, WORLD, TOPK, PHASE
                 )  # fmt: skip
                 late += late_here
                 best = keep_best(best, tl.topk(code, KEEP), KEEP)
@@ -522,7 +527,7 @@ def fused_kernel(
             level = 0
             for begin_block in range(0, tl.maximum(visible, 1), _SEGMENT):
                 code, _ = await_scores(
-                    p_row, begin_block, visible, init, local, failed, tag, spin_limit, state_ptr, p_launch, world, TOPK, PHASE
+                    p_row, begin_block, visible, init, local, failed, tag, spin_limit, state_ptr, p_launch, WORLD, TOPK, PHASE
                 )  # fmt: skip
                 taken, place, above, level = place_lanes(code, threshold, free, above, level)
                 o_block = begin_block + tl.arange(0, _SEGMENT)
@@ -539,7 +544,7 @@ def fused_kernel(
     if PHASE != 1 and PRESENCE:
         if (i_program == 0) & exchanges:
             o = tl.arange(0, POLLED)
-            _, missing, left = await_words(words_ptr + presence + o, o < world, tag, spin_limit)
+            _, missing, left = await_words(words_ptr + presence + o, o < WORLD, tag, spin_limit)
             if left > 0:
                 report_wait(state_ptr, this_launch(p_launch, PHASE), tl.max(tl.where(missing, o, 0), 0))
 
@@ -629,7 +634,7 @@ def fused(
     setting = tile.setting(form, fixed["GROUPS"], threshold is not None)
     return fused_kernel[(memory.counters.shape[1],)](
         q, tile.as_stored(cache), block_table, seq_lens, out, memory.words, memory.peers, memory.parts, memory.counters, memory.state,
-        seq_lens.numel(), query_len, cache.shape[0], shard.rank, shard.world, max_context, shape.init_blocks, shape.local_blocks, spin_limit,
+        seq_lens.numel(), query_len, cache.shape[0], shard.rank, max_context, shape.init_blocks, shape.local_blocks, spin_limit,
         q.stride(0), q.stride(1), cache.stride(0), block_table.stride(0), memory.width, memory.slot_words, memory.max_tokens,
         min(threshold or 0, 2**31 - 1), **fixed, KEEP=kept(shape.topk), STAGES=setting.stages, UPCAST=tile.INTERPRETED, PHASE=phase, EXCHANGE=exchange, GATHER=gather,
         PRESENCE=exchange and needs_presence(shape, shard), FORMAT=form, ADAPTIVE=threshold is not None, **paging, **setting.options,
@@ -650,7 +655,7 @@ def heaviest(
     setting = tile.setting(form, fixed["GROUPS"], adaptive)
     query, stored = (torch.bfloat16, torch.uint8) if form else (dtype, dtype)
     return fused_kernel.warmup(
-        MockTensor(query), MockTensor(stored), word, word, word, long, long, long, long, long, *[1] * 17,
+        MockTensor(query), MockTensor(stored), word, word, word, long, long, long, long, long, *[1] * 16,
         **(fixed | dict(ALIGN=16)), KEEP=kept(shape.topk), STAGES=setting.stages, UPCAST=tile.INTERPRETED, PHASE=phase, EXCHANGE=exchange,
         GATHER=gather, PRESENCE=exchange and needs_presence(shape, shard), FORMAT=form, ADAPTIVE=adaptive, **NO_PAGES, **setting.options, grid=(1,),
     )  # fmt: skip
