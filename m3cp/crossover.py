@@ -387,7 +387,7 @@ class Projection:
 
     def name(self, batches: Sequence[float], code_hash: str) -> str:
         """What was charged at batches, for a line's name; names the code where it is not that of the line's rows."""
-        us, at = sorted({f"{v:.2f}" for v in self.at(batches)[0]}, key=float), sorted(set(batches))
+        us, at = sorted({f"{v:.2f}" for v in np.maximum(self.at(batches)[0], 0.0)}, key=float), sorted(set(batches))
         where = f"batch {at[0]:g}" if len(at) == 1 else f"batches {at[0]:g} to {at[-1]:g}"
         other = "" if code_hash == self.code_hash else f", by code {self.code_hash}"
         return f"projection measured, {' to '.join(dict.fromkeys((us[0], us[-1])))} µs at {where}{other}"
@@ -398,9 +398,10 @@ class Projection:
         bands = [np.percentile(d, [2.5, 97.5]) for d in drawn]
         each = "; ".join(f"batch {b}: {v:.2f} µs ({low:.2f} to {high:.2f})" for b, v, (low, high) in zip(sorted(self.rounds), us, bands, strict=True))
         other = "" if code_hash == self.code_hash else f" Their rows are of code {self.code_hash}, those of the paths of {code_hash}."
+        less = " Where more columns make the product faster nothing is charged: TP could run it too." if min(us) < 0 else ""
         return (
             f"Replicated queries are charged for projecting the other ranks' heads what that adds to the fused product before attention, measured on {self.node} "
-            f"at P = {self.kind[0]}: {each}; linear in between, beyond them as at the nearest.{other}"
+            f"at P = {self.kind[0]}: {each}; linear in between, beyond them as at the nearest.{less}{other}"
         )
 
 
@@ -437,9 +438,12 @@ def _charges(frame, part, projections: Sequence[Projection], draws: int) -> list
     ours, unused = find_projection(projections, first)
     if ours is not None:
         tokens, code = part["batch"] * part["query_len"], first["code_hash"]
-        return [(*ours.at(tokens, draws), ours.name(tokens, code), ours.note(code))]
-    us, note = projection(int(first["world"]))
-    charges = [(us or 0.0, None, "projection not charged" if us is None else f"projection {us:g} µs (published)", note + unused)]
+        us, drawn = (np.maximum(v, 0.0) for v in ours.at(tokens, draws))  # a product that gains by more columns is TP's to run too
+        note, unused = ours.note(code), ""
+        charges = [(us, drawn, ours.name(tokens, code), note)]
+    else:
+        us, note = projection(int(first["world"]))
+        charges = [(us or 0.0, None, "projection not charged" if us is None else f"projection {us:g} µs (published)", note + unused)]
     floors = rows[(rows["arm"] == "page_read") & (rows["distinct_bytes_read"] > 0) & (rows["node"] == first["node"])]
     if len(floors):
         best = float((floors["distinct_bytes_read"] / floors["median_us"]).max())
@@ -453,7 +457,7 @@ def measured_lines(frame, draws: int = 400, projections: Sequence[Projection] = 
 
     Of uniform batches at the world, dtype and query length that most pairs have, not behind an evicting read; of several
     grid bounds the one with most contexts. Replicated queries are charged with the extra projection where their rows do not hold it: as measured
-    on their machine; else as others measured it, and once more as if its weights were read at the page-read rate.
+    on their machine, else as others measured it; and once more as if its weights were read at the page-read rate.
 
     Args:
         frame: of `frames.table`.
