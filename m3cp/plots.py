@@ -8,6 +8,7 @@ vermillion for CP throughout; maps also carry words and hatches, so that they su
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -534,15 +535,15 @@ def break_even(lines: Sequence[crossover.MeasuredLine], title: str = "From where
     axis = fig.subplots()
     styles = {("cp", "gathered"): (CP_COLOUR, "s"), ("cp", "replicated"): ("#CC79A7", "D"), ("vllm_cp", "gathered"): ("#E69F00", "v"), ("sglang_cp", "gathered"): ("#009E73", "^")}
     for number, line in enumerate(lines):
-        variant = line.variant
-        colour, marker = styles.get((variant["arm"], variant["queries"]), (LINE_COLOUR, "o"))
-        second = line.charge_us > 0 or (variant["arm"] != "cp" and variant["exchange"] == "collective")
+        kind = line.variant["arm"], line.variant["queries"]
+        second = kind in (tuple(earlier.variant[k] for k in ("arm", "queries")) for earlier in lines[:number])
+        colour, marker = styles.get(kind, (LINE_COLOUR, "o"))
         style = (0, (4, 2)) if second else "-"
         lift = 2.0 ** (0.055 * (number - (len(lines) - 1) / 2))  # lines at one batch must not hide each other
         known = [a for a in line.answers if a.value is not None and a.answer == "crosses"]
         # A batch without a crossing breaks the line: its neighbours say nothing about it.
         axis.plot([a.value if a in known else math.nan for a in line.answers], [a.at * lift for a in line.answers], color=colour, linestyle=style, marker=marker,
-                  markersize=4.5, markerfacecolor="white" if second else colour, label=line.name, zorder=4)  # fmt: skip
+                  markersize=4.5, markerfacecolor="white" if second else colour, label=textwrap.fill(line.name, 48), zorder=4)  # fmt: skip
         for a in line.answers:
             low, high = line.measured(a.at)
             if a in known:

@@ -196,8 +196,13 @@ def test_the_figure_marks_what_lies_outside_and_breaks_at_a_batch_without_a_cros
     lines = lines_of(0.6)
     figure = plots.break_even(lines)
     axis = figure.axes[0]
-    drawn = {line.get_label(): line for line in axis.lines if not line.get_label().startswith("_")}
+    drawn = {line.get_label().replace("\n", " "): line for line in axis.lines if not line.get_label().startswith("_")}
     assert list(drawn) == [line.name for line in lines]
+    looks = [(line.get_color(), line.get_linestyle(), line.get_markerfacecolor()) for line in drawn.values()]
+    assert len(set(looks)) == len(lines), "two charges of one variant are two looks"
+    figure.canvas.draw()
+    legend, whole = figure.legends[0].get_window_extent(), figure.bbox
+    assert legend.x0 >= whole.x0 and legend.x1 <= whole.x1, "the legend is cut"
     first = drawn["CP one launch, gathered"]
     assert first.get_xdata()[0] == pytest.approx(16_384) and np.isnan(first.get_xdata()[1])
     markers = [line.get_marker() for line in axis.lines if line.get_label().startswith("_")]
