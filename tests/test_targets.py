@@ -200,9 +200,6 @@ def test_the_figure_marks_what_lies_outside_and_breaks_at_a_batch_without_a_cros
     assert list(drawn) == [line.name for line in lines]
     looks = [(line.get_color(), line.get_linestyle(), line.get_markerfacecolor()) for line in drawn.values()]
     assert len(set(looks)) == len(lines), "two charges of one variant are two looks"
-    figure.canvas.draw()
-    legend, whole = figure.legends[0].get_window_extent(), figure.bbox
-    assert legend.x0 >= whole.x0 and legend.x1 <= whole.x1, "the legend is cut"
     first = drawn["CP one launch, gathered"]
     assert first.get_xdata()[0] == pytest.approx(16_384) and np.isnan(first.get_xdata()[1])
     markers = [line.get_marker() for line in axis.lines if line.get_label().startswith("_")]
@@ -210,6 +207,13 @@ def test_the_figure_marks_what_lies_outside_and_breaks_at_a_batch_without_a_cros
     assert markers.count("<") == 2 and markers.count(">") == 1
     with pytest.raises(ValueError, match="no CP row met a TP row"):
         plots.break_even([])
+
+
+def test_long_names_do_not_leave_the_figure(tmp_path):
+    figure = plots.break_even(lines_of(0.6, measured(tmp_path, *products(RISING))))
+    figure.canvas.draw()
+    legend = figure.legends[0].get_window_extent()
+    assert legend.x0 >= figure.bbox.x0 and legend.x1 <= figure.bbox.x1
 
 
 def test_no_line_without_a_pair():
