@@ -97,9 +97,7 @@ def legs(world: int, device: str, interpreted: bool = False) -> list[Leg]:
     """bf16, then fp8 caches; of each small captured shapes, then large ones, mixes and query lengths, then eager calls; a toy of it on a CPU.
 
     Shares are seconds, so that 20 million small, 200,000 large and 100,000 eager launches a rank come at about the same
-    time: on two H200 after 3.9, 4.5 or 5.1 minutes. Predicted from stress_one_launch.json, stress_two_launch.json and
-    stress.json in data/measured/h200x2: of each way and kind the slowest leg's rate (fp8 and adaptive as their bf16 way),
-    and the set-up a leg of each of these runs in turn (0.53, 0.97 and 1.37 s, the last with compiling in it).
+    time: on two H200 in 4.25 minutes 26 million, 430,000 and 180,000 (`data/measured/h200x2/stress.json`).
     """
     if device == "cpu":
         # The eager backend knows the staged form only; interpreted, the one-launch kernel itself runs.
