@@ -98,10 +98,13 @@ def save(fig: Figure, name: str, run: str, commit: str, folder: Path | str = "fi
 
 
 def context_axis(axis, contexts: Sequence[float]) -> None:
-    """Label an x axis in tokens, base 2, one tick a context given (thinned where they would touch)."""
-    ticks = sorted({float(c) for c in contexts})
-    while len(ticks) > 9:
-        ticks = ticks[::2]
+    """Label an x axis in tokens, base 2, one tick a context given; of those that would touch, powers of two stay."""
+    logs = [math.log2(c) for c in {float(c) for c in contexts}]
+    apart, kept = (max(logs) - min(logs)) / 14, []
+    for log in sorted(logs, key=lambda log: (log % 1 != 0, log)):
+        if all(abs(log - other) >= apart for other in kept):
+            kept.append(log)
+    ticks = sorted(2.0**log for log in kept)
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [tokens_text(int(t)) if t == int(t) else crossover.tokens_about(t) for t in ticks])
     axis.set_xticks([], minor=True)
@@ -323,6 +326,9 @@ def cell_edges(values: Sequence[float]) -> np.ndarray:
     return 2.0 ** np.concatenate([[2 * logs[0] - middle[0]], middle, [2 * logs[-1] - middle[-1]]])
 
 
+MOST_CELL = 2.0  # a cell reaches at most so many times its context, and as far below: beyond, nothing was measured
+
+
 def cell_words(pair: Any) -> str:
     """A cell's words: who wins and by what factor; "≈" where the interval of the ratio TP / CP contains 1."""
     ratio = pair["ratio"]
@@ -350,22 +356,30 @@ def draw_map(axis, panel: Panel, limit: float, width: float) -> None:
         panel.title,
     )
     contexts, batches = sorted(set(panel.pairs["context_tokens"])), sorted(set(panel.pairs["batch"]))
-    x, y = cell_edges(contexts), cell_edges(batches)
+    y = cell_edges(batches)
+    # Each batch has borders of its own: contexts that were measured for another one alone would make its cells slivers.
+    spans = {}
+    for batch in batches:
+        row = sorted(set(panel.pairs["context_tokens"][panel.pairs["batch"] == batch]))
+        edges = cell_edges(row)
+        spans |= {(c, batch): (max(low, c / MOST_CELL), min(high, c * MOST_CELL)) for c, low, high in zip(row, edges, edges[1:], strict=False)}
+    x = np.array([min(low for low, _ in spans.values()), max(high for _, high in spans.values())])
     for _, pair in panel.pairs.iterrows():
-        i, j = contexts.index(pair["context_tokens"]), batches.index(pair["batch"])
+        j = batches.index(pair["batch"])
+        left, right = spans[pair["context_tokens"], pair["batch"]]
         shade = 0.5 + 0.5 * max(-1.0, min(1.0, math.log2(pair["ratio"]) / limit))
         colour = DIVERGING(shade)
         open_ = pair["verdict"] in ("UNDECIDED", "SAME")
         hatch = "..." if open_ else ("////" if pair["ratio"] < 1 else None)
         cell = Rectangle(
-            (x[i], y[j]), x[i + 1] - x[i], y[j + 1] - y[j], facecolor=colour, edgecolor="white", linewidth=1.2, zorder=1
+            (left, y[j]), right - left, y[j + 1] - y[j], facecolor=colour, edgecolor="white", linewidth=1.2, zorder=1
         )
         axis.add_patch(cell)
         if hatch:
             axis.add_patch(
                 Rectangle(
-                    (x[i], y[j]),
-                    x[i + 1] - x[i],
+                    (left, y[j]),
+                    right - left,
                     y[j + 1] - y[j],
                     fill=False,
                     hatch=hatch,
@@ -376,9 +390,9 @@ def draw_map(axis, panel: Panel, limit: float, width: float) -> None:
             )
         red, green, blue, _ = colour
         dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
-        share = math.log2(x[i + 1] / x[i]) / math.log2(x[-1] / x[0])
+        share = math.log2(right / left) / math.log2(x[-1] / x[0])
         text = axis.annotate(
-            _fitting(cell_words(pair) + ("*" if pair["unsteady"] else ""), share * width), (math.sqrt(x[i] * x[i + 1]), y[j] ** 0.24 * y[j + 1] ** 0.76),
+            _fitting(cell_words(pair) + ("*" if pair["unsteady"] else ""), share * width), (math.sqrt(left * right), y[j] ** 0.24 * y[j + 1] ** 0.76),
             ha="center", va="center", fontsize=7.5, color="white" if dark else "black", zorder=6, linespacing=0.95,
         )  # fmt: skip
         text.set_bbox({"facecolor": colour, "edgecolor": "none", "pad": 0.6, "alpha": 0.85})
