@@ -22,7 +22,7 @@ from m3cp.frames import LABEL, groups, measurement_noise, missing, require_same,
 from m3cp.leastsq import Fit, loss, solve, structure
 from m3cp.shapes import Point, require
 from m3cp.shard import Shard
-from m3cp.terms import TERMS, Kernels, Load, choice
+from m3cp.terms import TERMS, VLLM_TP_GRID, Kernels, Load, choice
 
 TWO_TERMS = ("launch", "bytes")
 ALL_TERMS = tuple(name for name in TERMS if name != "bend")
@@ -299,11 +299,13 @@ def fit_model(frame, terms: Sequence[str] = TWO_TERMS, vary: Sequence[str] = ())
     state = rows["cache_state"].iloc[0]
     units = int(rows["units"].iloc[0])
     kind = choice(label["arm"], label["form"], units)
-    how = Kernels(kind, 0 if kind == "unknown" else units, RAMP_MB[0], _llc_mb(rows) if state == "warm" else 0.0)
+    llc_mb = _llc_mb(rows) if state == "warm" else 0.0
+    grid = VLLM_TP_GRID * int(rows["query_len"].iloc[0]) if units and label["arm"] == "vllm_tp" else 0
+    how = Kernels(kind, 0 if kind == "unknown" else units, RAMP_MB[0], llc_mb, units, grid)
     order = [name for name in ALL_TERMS if name in terms and TERMS[name].applies(label["arm"], how)]
     columns = dict(zip(order, _design(points, how, tuple(order)).T, strict=True))
     read = np.array([load(p).mb for p in points])
-    most = max(2, len(points) // 2)  # a parameter for every two rows, so that residuals say something
+    most = max(2, (len(points) + 1) // 2)  # a parameter for every two rows, so that residuals say something
     orders = [order]
     if most < len(order):
         first = [name for name in order if name in ("launch", "bytes", "beyond")]

@@ -12,6 +12,12 @@ from typing import NamedTuple
 
 OURS = ("tp", "cp", "cp_local")  # arms whose GPU kernels' steps are known; an engine's and a CPU's are not
 CHUNK_BLOCKS = 256  # blocks that a program of the staged form or of the second launch chooses from at once
+# Programs that score in a compute unit of an H200, and blocks that each holds before it must finish one to take the next. Calls got
+# dearer where programs took a third (LOG.md, 2026-11-30); vLLM's CP holds as many blocks, two programs of four.
+PROGRAMS_PER_UNIT, BLOCKS_HELD = 4, 2
+# vLLM's launch geometry. TP: programs that its scoring aims at, pieces of a request at most (TARGET_GRID, MAX_NUM_KV_CHUNKS). CP:
+# blocks a program (DECODE_SCORE_MIN_BLOCKS as a power of two; more beyond 49,152 blocks of batch times bound).
+VLLM_TP_GRID, VLLM_TP_PIECES, VLLM_CP_BLOCKS = 4096, 256, 4
 
 
 class Load(NamedTuple):
@@ -53,12 +59,16 @@ class Kernels(NamedTuple):
         wave_blocks: blocks that the programs of the grid score at once; 0 where unknown.
         ramp_mb: megabytes at which half of the ramp has been paid.
         llc_mb: megabytes that the last-level cache serves; 0 where rows are cold.
+        units: compute units of the GPU; 0 where unknown.
+        grid: programs that an engine's scoring aims at, times the query length: over the rows, pieces of a request; 0 where unknown.
     """
 
     choice: str = "unknown"
     wave_blocks: int = 0
     ramp_mb: float = 10.0
     llc_mb: float = 0.0
+    units: int = 0
+    grid: int = 0
 
 
 def choice(arm: str, form: str | None, units: int) -> str:
@@ -78,10 +88,19 @@ class Term(NamedTuple):
 
 
 def _steps(load: Load, k: Kernels) -> float:
-    # Half of a step's cost is its own, half its blocks': a half-full step took about three quarters of a full one on two
-    # H200 (TP at 48k, CP at 96k, P = 2).
-    full = (load.held if k.choice == "chunks" else load.visible) / CHUNK_BLOCKS
-    return (max(0, math.ceil(full) - 1) + max(0.0, full - 1)) / 2
+    # A step sorts its 256 lanes however many hold a block: a half-full one costs as much as a full one.
+    return float(max(0, math.ceil((load.held if k.choice == "chunks" else load.visible) / CHUNK_BLOCKS) - 1))
+
+
+def _refill(load: Load, k: Kernels) -> float:
+    return min(1.0, max(0.0, load.blocks / (PROGRAMS_PER_UNIT * k.units) - BLOCKS_HELD))
+
+
+def _depth(load: Load, k: Kernels) -> float:
+    if not k.grid:
+        return math.log2(1.0 + load.longest)
+    pieces = max(1, min(VLLM_TP_PIECES, k.grid // max(1, load.rows)))
+    return math.log2(max(1, math.ceil(load.visible / 2 ** (pieces.bit_length() - 1))))
 
 
 def _wave(load: Load, k: Kernels) -> float:
@@ -109,15 +128,26 @@ TERMS: dict[str, Term] = {
         lambda arm, k: k.llc_mb > 0,
     ),
     "depth": Term(
-        "us per doubling", "selection: per doubling of the longest row's blocks on a rank", lambda load, k: math.log2(1.0 + load.longest),
-        lambda arm, k: k.choice == "unknown",
+        "us per doubling", "per doubling of the longest row's blocks that one program walks; of all on a rank where that is not known", _depth,
+        lambda arm, k: k.choice == "unknown" and not (k.units and arm == "vllm_cp"),
+    ),
+    "unfilled": Term(
+        "us", "reading keys: the share of compute units without a program", lambda load, k: max(0.0, 1.0 - load.blocks / (VLLM_CP_BLOCKS * k.units)),
+        lambda arm, k: k.units > 0 and arm == "vllm_cp",
     ),
     "steps": Term(
         "us per step", "selection: steps one after another beyond the first 256 blocks of the longest row", _steps,
         lambda arm, k: k.choice in ("chunks", "passes"),
     ),
     "over256": _over(256),
-    "ramp": Term("us", "what small reads lose before bandwidth is reached", lambda load, k: load.mb / (load.mb + k.ramp_mb)),
+    "refill": Term(
+        "us", "reading keys: the share of programs that take more blocks than they hold at once", _refill,
+        lambda arm, k: k.units > 0,
+    ),
+    "ramp": Term(
+        "us", "what small reads lose before bandwidth is reached", lambda load, k: load.mb / (load.mb + k.ramp_mb),
+        lambda arm, k: not (k.units and arm == "vllm_cp"),  # "unfilled" says it
+    ),
     "exchange": Term("us", "the exchange between ranks, fixed part", lambda load, k: load.exchanges, _exchanging),
     "peers": Term("us/peer", "the exchange, per peer beyond the first", lambda load, k: load.peers, _exchanging),
     "payload": Term(

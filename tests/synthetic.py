@@ -18,9 +18,9 @@ CP = {"launch": 5.6, "us_per_mb": 0.225, "depth": 0.15, "ramp": 3.5, "rows": 0.0
 # Two machines whose kernels' steps are known: the staged form over a collective, and the one-launch form.
 GPUS = [{"name": "synthetic", "units": 132}] * 2
 PROVENANCE = {"code_hash": "synthetic000", "commit": "synthetic", "gpus": GPUS}
-STAGED_TP = {"launch": 6.0, "us_per_mb": 0.22, "steps": 2.3, "ramp": 3.0, "ramp_mb": 5.0, "wave": 0.8, "rows": 0.01}
+STAGED_TP = {"launch": 6.0, "us_per_mb": 0.22, "steps": 2.3, "ramp": 3.0, "ramp_mb": 5.0, "wave": 0.8, "refill": 0.9, "rows": 0.01}
 STAGED_CP = {**STAGED_TP, "launch": 19.5, "payload": 0.7}
-FUSED_TP = {"launch": 4.2, "us_per_mb": 0.22, "over256": 2.0, "ramp": 3.5, "ramp_mb": 10.0, "over64": 0.3, "wave": 0.7, "rows": 0.01}
+FUSED_TP = {"launch": 4.2, "us_per_mb": 0.22, "over256": 2.0, "ramp": 3.5, "ramp_mb": 10.0, "over64": 0.3, "wave": 0.7, "refill": 0.6, "rows": 0.01}
 FUSED_CP = {**FUSED_TP, "launch": 5.5}
 CONTEXTS = (1024, 8192, 32768, 131072, 524288)
 BATCHES = (1, 8, 32, 64)
@@ -48,9 +48,9 @@ def truth_us(point: Point, truth: dict[str, float]) -> float:
     if "wave" in truth:
         visible = -(-point.context_tokens // 128)
         tiles, chunks = megabytes * 1e6 / 32_768 / 396, visible / ranks / 256
-        walked = (max(0, math.ceil(chunks) - 1) + max(0.0, chunks - 1)) / 2
+        walked = max(0, math.ceil(chunks) - 1)
         us += truth.get("steps", 0.0) * walked + truth.get("over64", 0.0) * (visible > 64) + truth.get("over256", 0.0) * (visible > 256)
-        us += truth["wave"] * (math.ceil(tiles) - tiles)
+        us += truth["wave"] * (math.ceil(tiles) - tiles) + truth["refill"] * min(1.0, max(0.0, tiles * 396 / 528 - 2))
         if point.arm == "cp":  # a row's four heads of 16 eight-byte candidates, and two gathered queries of 128 x 2 bytes
             us += truth.get("payload", 0.0) * math.log2(1 + rows * (4 * 16 * 8 + 2 * 256) / 1024)
     return us

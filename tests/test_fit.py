@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import synthetic
 
-from m3cp import crossover, fit, frames, heldout, leastsq, review
+from m3cp import crossover, fit, frames, heldout, leastsq, review, terms
 from m3cp.shapes import Point
 
 RNG = np.random.default_rng
@@ -548,6 +548,57 @@ def test_twelve_rows_with_a_batch_left_out_know_that_an_exchange_grows_by_doubli
     frame = frames.table(made)
     found = heldout.held_out(frame[frame["arm"] == "cp"], "batch")
     assert len(found) == 12 and found["model_error"].abs().max() < 0.03
+
+
+@pytest.mark.parametrize(
+    ("name", "arm", "context", "batch", "amount"),
+    [
+        ("steps", "tp", 32_768, 8, 0),
+        ("steps", "tp", 49_152, 8, 1),  # 384 blocks: a chunk and a half take two steps
+        ("steps", "tp", 65_536, 8, 1),
+        ("steps", "cp", 65_536, 8, 0),
+        ("steps", "cp", 98_304, 8, 1),
+        ("refill", "tp", 65_664, 2, 0),  # 1,024 blocks are read, 528 programs hold 1,056
+        ("refill", "tp", 84_608, 2, 0.5),  # 1,320: every second program takes a third
+        ("refill", "tp", 131_072, 8, 1),
+        ("refill", "vllm_cp", 65_536, 8, 1),
+        ("depth", "vllm_tp", 32_768, 8, 0),  # 256 blocks in 256 pieces
+        ("depth", "vllm_tp", 98_304, 8, math.log2(3)),
+        ("depth", "vllm_tp", 131_072, 32, 3),  # 4,096 programs: 128 pieces of 8 blocks
+        ("depth", "vllm_tp", 131_072, 5000, 10),  # one piece
+        ("unfilled", "vllm_cp", 32_768, 1, 1 - 128 / 528),  # four blocks a program, 132 units
+        ("unfilled", "vllm_cp", 131_072, 8, 0),
+    ],
+)
+def test_amounts_by_hand(name, arm, context, batch, amount):
+    ways = {"exchange": "collective", "queries": "gathered"} if arm.endswith("cp") else {}
+    point = Point(context, batch, world=2, max_context=131_072, arm=arm, form=None if arm.startswith("vllm") else "staged", **ways)
+    grid = terms.VLLM_TP_GRID if arm == "vllm_tp" else 0
+    how = terms.Kernels(terms.choice(arm, point.form, 132), units=132, grid=grid)
+    assert terms.TERMS[name].applies(arm, how)
+    assert terms.TERMS[name].amount(fit.load(point), how) == pytest.approx(amount, abs=1e-12)
+
+
+def test_vllms_launch_geometry_is_learnt_from_twelve_rows():
+    """A context left out leaves nine rows, which allow five parameters: CP has as many."""
+    made, truths = [], ({"depth": 0.9}, {"unfilled": 2.0, "refill": 2.4, "payload": 0.7})
+    for seed, context in enumerate((8192, 32_768, 65_536, 131_072)):
+        for batch in (1, 8, 32):
+            visible, base = context // 128, Point(context, batch, world=2, max_context=131_072, arm="vllm_tp", form=None)
+            read = batch * visible // 2
+            tp = 7 + 0.0072 * batch * (visible - 1) + 0.9 * max(0.0, math.log2(visible / (128 if batch == 32 else 256)))
+            cp = 16 + 0.0072 * read + 2.0 * max(0.0, 1 - read / 528) + 2.4 * min(1.0, max(0.0, read / 528 - 2))
+            cp += 0.7 * math.log2(1 + batch * (4 * 16 * 8 + 2 * 256) / 1024)
+            other = dataclasses.replace(base, arm="vllm_cp", exchange="symmetric", queries="gathered")
+            made += [synthetic.row(p, us, RNG(seed), jitter=0.001, path=p.arm, provenance=synthetic.PROVENANCE) for p, us in ((base, tp), (other, cp))]
+    comparison = crossover.comparisons(frames.table(made), fit.ALL_TERMS, draws=50)[0]
+    for model, truth in zip(comparison.models, truths, strict=True):
+        assert {name: model.fit.value(name) for name in truth} == pytest.approx(truth, rel=0.1)
+    for arm in crossover.arm_frames(comparison):
+        assert heldout.held_out(arm, "context_tokens")["model_error"].abs().max() < 0.01
+    near = heldout.differences(comparison)
+    inner = near[~near["beyond"].astype(bool)]
+    assert len(inner) and inner["held_out_ok"].all() and near["in_sample_ok"].all()
 
 
 def test_the_aims_are_met_on_a_node_of_the_models_kind_and_missed_on_another(fine):
