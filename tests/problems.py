@@ -149,13 +149,13 @@ def build(
     )
 
 
-def far_apart(problem: Problem) -> Problem:
-    """The problem where every second (token, head) row is no fp16 row, whatever power of two it is multiplied by.
+def far_apart(problem: Problem, which: slice = slice(None, None, 2)) -> Problem:
+    """The problem where some (token, head) rows, by default every second, are no fp16 rows, whatever power of two they are multiplied by.
 
-    Its first element is 2**60; keys are 0 there, so that every other element still decides.
+    Their first element is 2**60; keys are 0 there, so that every other element still decides.
     """
     q, cache = problem.q.clone(), problem.cache.clone()
-    q.view(-1, problem.shape.head_dim)[::2, 0] = 2.0**60
+    q.view(-1, problem.shape.head_dim)[which, 0] = 2.0**60
     cache.view(torch.uint8)[..., 0] = 0
     return dataclasses.replace(problem, q=q, cache=cache)
 

@@ -1,5 +1,7 @@
 """Every kernel in Triton's interpreter through virtual ranks: the same cases as the eager backend and the GPUs."""
 
+import dataclasses
+
 import cells
 import pytest
 import torch
@@ -21,10 +23,10 @@ from problems import assert_ids, assert_pages, build, far_apart, oracle, rows
 from m3cp import keys, reference
 from m3cp.decode import TPDecode
 from m3cp.kernels import candidates as candidates_op
+from m3cp.kernels import fused as fused_op
 from m3cp.kernels import merge as merge_op
 from m3cp.kernels import score as score_op
 from m3cp.kernels import tile
-from m3cp.kernels.fused import SEGMENT
 from m3cp.kernels.words import POLLED
 from m3cp.pagetable import PAGE_SIZES
 from m3cp.shapes import IndexerShape
@@ -202,8 +204,8 @@ def test_so_do_adaptive_calls(name, form, above):
 def test_a_row_of_more_candidates_than_are_awaited_at_once():
     """Five segments hand over 64 each; what the score chooses lies behind the first sixty blocks, the last block in the fifth."""
     shape = cells.shape_of(heads=1, topk=64, init_blocks=60)
-    problem = build(shape, [64 * (4 * SEGMENT + 3) - 1], seed=2)
-    assert 5 * 64 > POLLED.value and int(oracle(problem)[0, 0, -2]) > SEGMENT
+    problem = build(shape, [64 * (4 * fused_op.SEGMENT + 3) - 1], seed=2)
+    assert 5 * 64 > POLLED.value and int(oracle(problem)[0, 0, -2]) > fused_op.SEGMENT
     assert_pages(problem, oracle(problem), page_size=64, form="one_launch", paths=["tp"])
 
 
@@ -293,6 +295,27 @@ def test_fp8_scores_of_queries_that_are_no_fp16_numbers(form, query_len):
     for path in ("tp", "cp"):
         ids = select_virtual(*problem.tensors, shape=problem.shape, world=2, query_len=query_len, path=path, form=form)
         assert_ids(ids, oracle(problem), f"{form}, {path}")
+
+
+@pytest.mark.parametrize("which", [slice(0, 8), slice(8, 16), slice(12, 13)], ids=["first dot", "second dot", "one row"])
+def test_fp8_rows_that_are_no_fp16_numbers_in_one_of_two_dots(which):
+    """16 (row, head) pairs are two dots: whether any row needs bf16, and which, is each dot's own."""
+    problem = far_apart(build(IndexerShape(topk=2), [128 * 5 + 3], 4, dtype=torch.float8_e4m3fn), which)
+    for path, world, form in (("tp", 1, "one_launch"), ("cp", 2, "two_launch")):
+        ids = select_virtual(*problem.tensors, shape=problem.shape, world=world, query_len=4, path=path, form=form)
+        assert_ids(ids, oracle(problem), f"{form}, {path}")
+
+
+def test_one_segment_of_many_lanes(monkeypatch):
+    """On GPUs a segment has 256 blocks; here it has 64, all of which are chosen by counting, so that none of these rows would be sorted."""
+    monkeypatch.setattr(fused_op, "SEGMENT", 256)
+    monkeypatch.setattr(fused_op, "_SEGMENT", tl.constexpr(256))
+    shape = IndexerShape(heads=1, head_dim=64, block_size=64, topk=16)
+    for blocks in (65, 256, 257):
+        problem = build(shape, [64 * blocks - 3])
+        problem = dataclasses.replace(problem, cache=problem.cache[torch.arange(problem.cache.shape[0]) % 9])  # many ties
+        ids = select_virtual(*problem.tensors, shape=shape, world=1, query_len=1, path="tp", form="one_launch")
+        assert_ids(ids, oracle(problem), f"{blocks} blocks")
 
 
 @triton.jit
