@@ -366,7 +366,7 @@ class Projection:
     Args:
         node, code_hash: of the rows.
         kind: what they share with the pairs that they charge: world, shape, cache, launch.
-        rounds: {batch: [(microseconds of each round without, with those heads), one a process]}.
+        rounds: {query rows: [(microseconds of each round without, with those heads), one a process]}; rows are batch x query_len.
     """
 
     node: str
@@ -374,29 +374,29 @@ class Projection:
     kind: tuple
     rounds: dict[int, list[tuple[Sequence[float], Sequence[float]]]]
 
-    def at(self, batches: Sequence[float], draws: int = 400) -> tuple[np.ndarray, np.ndarray]:
-        """Microseconds at batches, `[batches]`, and bootstrap draws of them, `[batches, draws]`.
+    def at(self, rows: Sequence[float], draws: int = 400) -> tuple[np.ndarray, np.ndarray]:
+        """Microseconds at numbers of query rows, `[rows]`, and bootstrap draws of them, `[rows, draws]`.
 
-        Linear between measured batches; beyond them the nearest one's.
+        Linear between measured ones; beyond them the nearest one's.
         """
-        rng, known = np.random.default_rng(0), sorted(self.rounds)
+        rng, known = np.random.default_rng(1), sorted(self.rounds)  # 0 draws the pairs' rounds', which these are independent of
         best = [np.median([np.median(more) - np.median(less) for less, more in self.rounds[b]]) for b in known]
         drawn = [np.median([difference_draws(more, less, draws, rng) for less, more in self.rounds[b]], axis=0) for b in known]
-        curves = [np.interp(batches, known, curve) for curve in np.transpose(drawn)]
-        return np.interp(batches, known, best), np.transpose(curves)
+        curves = [np.interp(rows, known, curve) for curve in np.transpose(drawn)]
+        return np.interp(rows, known, best), np.transpose(curves)
 
-    def name(self, batches: Sequence[float], code_hash: str) -> str:
-        """What was charged at batches, for a line's name; names the code where it is not that of the line's rows."""
-        us, at = sorted({f"{v:.2f}" for v in np.maximum(self.at(batches)[0], 0.0)}, key=float), sorted(set(batches))
-        where = f"batch {at[0]:g}" if len(at) == 1 else f"batches {at[0]:g} to {at[-1]:g}"
+    def name(self, rows: Sequence[float], code_hash: str) -> str:
+        """What was charged at numbers of query rows, for a line's name; names the code where it is not that of the line's rows."""
+        us, at = sorted({f"{v:.2f}" for v in np.maximum(self.at(rows)[0], 0.0)}, key=float), sorted(set(rows))
+        where = f"{' to '.join(f'{n:g}' for n in dict.fromkeys((at[0], at[-1])))} query row{'s' if at[-1] > 1 else ''}"
         other = "" if code_hash == self.code_hash else f", by code {self.code_hash}"
         return f"projection measured, {' to '.join(dict.fromkeys((us[0], us[-1])))} µs at {where}{other}"
 
     def note(self, code_hash: str) -> str:
-        """The charge at each measured batch with its 95% interval, as a sentence."""
+        """The charge at each measured number of query rows with its 95% interval, as a sentence."""
         us, drawn = self.at(sorted(self.rounds), 2000)
         bands = [np.percentile(d, [2.5, 97.5]) for d in drawn]
-        each = "; ".join(f"batch {b}: {v:.2f} µs ({low:.2f} to {high:.2f})" for b, v, (low, high) in zip(sorted(self.rounds), us, bands, strict=True))
+        each = "; ".join(f"{b} query row{'s' if b > 1 else ''}: {v:.2f} µs ({low:.2f} to {high:.2f})" for b, v, (low, high) in zip(sorted(self.rounds), us, bands, strict=True))
         other = "" if code_hash == self.code_hash else f" Their rows are of code {self.code_hash}, those of the paths of {code_hash}."
         less = " Where more columns make the product faster nothing is charged: TP could run it too." if min(us) < 0 else ""
         return (

@@ -550,14 +550,14 @@ def break_even(lines: Sequence[crossover.MeasuredLine], title: str = "From where
     styles = {("cp", "gathered"): (CP_COLOUR, "s"), ("cp", "replicated"): ("#CC79A7", "D"), ("vllm_cp", "gathered"): ("#E69F00", "v"), ("sglang_cp", "gathered"): ("#009E73", "^")}
     for number, line in enumerate(lines):
         kind = line.variant["arm"], line.variant["queries"]
-        second = kind in (tuple(earlier.variant[k] for k in ("arm", "queries")) for earlier in lines[:number])
+        before = sum(kind == (earlier.variant["arm"], earlier.variant["queries"]) for earlier in lines[:number])  # lines of that colour
         colour, marker = styles.get(kind, (LINE_COLOUR, "o"))
-        style = (0, (4, 2)) if second else "-"
+        style = ("-", (0, (4, 2)), (0, (1, 2)), (0, (6, 2, 1, 2)))[before % 4]
         lift = 2.0 ** (0.055 * (number - (len(lines) - 1) / 2))  # lines at one batch must not hide each other
         known = [a for a in line.answers if a.value is not None and a.answer == "crosses"]
         # A batch without a crossing breaks the line: its neighbours say nothing about it.
         axis.plot([a.value if a in known else math.nan for a in line.answers], [a.at * lift for a in line.answers], color=colour, linestyle=style, marker=marker,
-                  markersize=4.5, markerfacecolor="white" if second else colour, label=textwrap.fill(line.name, 48), zorder=4)  # fmt: skip
+                  markersize=4.5, markerfacecolor="white" if before else colour, label=textwrap.fill(line.name, 48), zorder=4)  # fmt: skip
         for a in line.answers:
             low, high = line.measured(a.at)
             if a in known:

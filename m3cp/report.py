@@ -38,7 +38,7 @@ STAGES = {
 
 def stage_of(term: str) -> str:
     """The stage of `STAGES` that a term of the cost model belongs to: what is none of the others is work on the rows."""
-    told = {"bytes": READING, "beyond": READING, "ramp": SMALL, "wave": SMALL, "bend": SMALL, "launch": FIXED}
+    told = {"bytes": READING, "beyond": READING, "ramp": SMALL, "wave": SMALL, "bend": SMALL, "refill": SMALL, "unfilled": SMALL, "launch": FIXED}
     if term in told:
         return told[term]
     return EXCHANGE if TERMS[term].meaning.startswith("the exchange") else CHOOSING

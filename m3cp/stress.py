@@ -547,6 +547,9 @@ def stress(
         print("\n" + "\n".join(table(results)), flush=True)
         if out is not None:
             write(Path(out), results, facts["node"], job, ranks)
+    unreached = sum(not f.launches for f in results)
+    if unreached:
+        print(f"{unreached} of {len(results)} legs were not reached in {minutes:g} min: nothing is known of them", flush=True)
     fine = bool(results) and not any(f.mismatches or f.expiries or f.error for f in results)
     return 0 if fine else 1
 

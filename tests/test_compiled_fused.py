@@ -82,10 +82,11 @@ def test_more_columns_and_adaptive(target, dtype, query_len, adaptive):
     "query_len, adaptive",
     [pytest.param(5, False, marks=pytest.mark.slow), (8, False), pytest.param(3, True, marks=pytest.mark.slow), pytest.param(8, True, marks=pytest.mark.slow)],
 )
-def test_fp8_columns_that_four_warps_spill(query_len, adaptive):
+@pytest.mark.parametrize("way", [dict(gather=True), pytest.param(dict(exchange=False), marks=pytest.mark.slow)], ids=["gathered", "TP"])
+def test_fp8_columns_that_four_warps_spill(query_len, adaptive, way):
     """At 255 registers of four warps these spilled up to 104 bytes on sm_90."""
     assert launched("sm_90", torch.float8_e4m3fn, -(-4 * query_len // 8), adaptive)[1].options["num_warps"] == 8
-    assert_sound(fused("sm_90", gather=True, dtype=torch.float8_e4m3fn, query_len=query_len, adaptive=adaptive))
+    assert_sound(fused("sm_90", dtype=torch.float8_e4m3fn, query_len=query_len, adaptive=adaptive and way.get("gather", False), **way))
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -148,11 +148,11 @@ def test_a_measured_projection_moves_the_line_by_what_it_costs_and_is_called_mea
     """Replicated CP breaks even where half the bytes take 0.4 + charge: 0.5 at batch 1, interpolated 2.6 at batch 8."""
     records.append(tmp_path, *paths_of(0.6))
     line = by_measure(replicated(lines_of(0.6, measured(tmp_path, *products(RISING), under=under))))
-    assert line.name == "CP one launch, replicated, projection measured, 0.50 to 2.60 µs at batches 1 to 8" and line.charge_us == pytest.approx(2.6)
+    assert line.name == "CP one launch, replicated, projection measured, 0.50 to 2.60 µs at 1 to 8 query rows" and line.charge_us == pytest.approx(2.6)
     assert {a.at: a.value for a in line.answers} == pytest.approx({1.0: 8192 * 2 * 0.9, 8.0: 8192 / 8 * 2 * 3.0})
-    assert "measured on 2x NVIDIA H200 at P = 2: batch 1: 0.50 µs (0.50 to 0.50); batch 32: 9.80 µs (9.80 to 9.80); linear in between" in line.note
+    assert "measured on 2x NVIDIA H200 at P = 2: 1 query row: 0.50 µs (0.50 to 0.50); 32 query rows: 9.80 µs (9.80 to 9.80); linear in between" in line.note
     printed = "\n".join(targets.main(str(tmp_path)))
-    assert "| CP one launch, replicated, projection measured, 0.50 to 2.60 µs at batches 1 to 8 |" in printed and "published" not in printed
+    assert "| CP one launch, replicated, projection measured, 0.50 to 2.60 µs at 1 to 8 query rows |" in printed and "published" not in printed
     assert printed.count(line.note) == 2
 
 
@@ -178,18 +178,18 @@ def test_projections_of_another_machine_kind_or_run_charge_nothing(tmp_path):
 
 def test_projections_of_other_code_say_so_and_stand_back(tmp_path):
     line = by_measure(replicated(lines_of(0.6, measured(tmp_path, *products(RISING, code="older")))))
-    assert line.name.endswith("projection measured, 0.50 to 2.60 µs at batches 1 to 8, by code older")
+    assert line.name.endswith("projection measured, 0.50 to 2.60 µs at 1 to 8 query rows, by code older")
     assert line.note.endswith("Their rows are of code older, those of the paths of synthetic000.")
     line = by_measure(replicated(lines_of(0.6, measured(tmp_path, *products({1: (36.0, 36.1)}), under="layers"))))
-    assert line.name.endswith("projection measured, 0.10 µs at batches 1 to 8")
+    assert line.name.endswith("projection measured, 0.10 µs at 1 to 8 query rows")
 
 
 def test_a_projection_that_is_faster_with_more_columns_charges_nothing(tmp_path):
     """Of a library that chose a better product for more columns: TP could run it too."""
     free = by_measure(replicated(lines_of(0.6, measured(tmp_path, *products({1: (36.0, 34.0), 8: (36.0, 38.6)})))))
-    assert free.name.endswith("projection measured, 0.00 to 2.60 µs at batches 1 to 8") and free.charge_us == pytest.approx(2.6)
+    assert free.name.endswith("projection measured, 0.00 to 2.60 µs at 1 to 8 query rows") and free.charge_us == pytest.approx(2.6)
     assert {a.at: a.value for a in free.answers} == pytest.approx({1.0: 8192 * 2 * 0.4, 8.0: 8192 / 8 * 2 * 3.0})
-    assert "batch 1: -2.00 µs" in free.note and "faster nothing is charged: TP could run it too." in free.note
+    assert "1 query row: -2.00 µs" in free.note and "faster nothing is charged: TP could run it too." in free.note
 
 
 def test_the_figure_marks_what_lies_outside_and_breaks_at_a_batch_without_a_crossing():
