@@ -97,10 +97,14 @@ def save(fig: Figure, name: str, run: str, commit: str, folder: Path | str = "fi
     return paths
 
 
+INCHES_A_TICK = 0.42  # "256k" and some room
+
+
 def context_axis(axis, contexts: Sequence[float]) -> None:
     """Label an x axis in tokens, base 2, one tick a context given; of those that would touch, powers of two stay."""
     logs = [math.log2(c) for c in {float(c) for c in contexts}]
-    apart, kept = (max(logs) - min(logs)) / 14, []
+    inches = axis.get_position().width * axis.figure.get_size_inches()[0]
+    apart, kept = (max(logs) - min(logs)) * INCHES_A_TICK / inches, []
     for log in sorted(logs, key=lambda log: (log % 1 != 0, log)):
         if all(abs(log - other) >= apart for other in kept):
             kept.append(log)

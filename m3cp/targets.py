@@ -131,7 +131,8 @@ def _engine(rows: Any | None) -> str:
     if rows is None:
         return "-"
     # The best setting was timed once more; where that came out slower, the engine's own was the best.
-    best = [min(extra["best"]["median_us"], own) for extra, own in zip(rows["extra"], rows["median_us"], strict=True) if extra.get("best")]
+    swept = [(extra.get("best"), own) for extra, own in zip(rows["extra"], rows["median_us"], strict=True) if extra.get("settings_us")]
+    best = [min(found["median_us"], own) if found else own for found, own in swept]
     return f"{_cell(rows)} / {_us(sorted(best)[len(best) // 2]) if best else '-'}"
 
 
