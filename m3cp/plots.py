@@ -97,7 +97,7 @@ def save(fig: Figure, name: str, run: str, commit: str, folder: Path | str = "fi
     return paths
 
 
-INCHES_A_TICK = 0.42  # "256k" and some room
+INCHES_A_TICK = 0.28  # of "256k"
 
 
 def context_axis(axis, contexts: Sequence[float]) -> None:

@@ -111,7 +111,7 @@ def assert_sound(build):
         dict(dim=64, block=64),
         dict(dtype=torch.float8_e4m3fn),
         dict(dtype=torch.float8_e4m3fnuz),
-        dict(dtype=torch.float8_e4m3fnuz, query_len=3),
+        pytest.param(dict(dtype=torch.float8_e4m3fnuz, query_len=3), marks=pytest.mark.slow),
         dict(dtype=torch.float8_e4m3fnuz, query_len=8),
         dict(dtype=torch.float16),
     ],

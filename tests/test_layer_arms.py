@@ -67,9 +67,10 @@ def test_every_arm_has_a_checked_row(run):
     assert rows[point("projections", 2, queries="replicated")].timed_region == ["projections", "extra_projection"]
 
 
-def test_the_command_prints_shares_mixed_steps_and_the_toy(run):
-    said = CliRunner().invoke(cli.app, ["fit", str(run), "--layers"])
+def test_the_command_prints_shares_mixed_steps_and_the_toy(run, tmp_path):
+    said = CliRunner().invoke(cli.app, ["fit", str(run), "--layers", "--figures", str(tmp_path)])
     assert said.exit_code == 0, said.output
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["layer_shares.png", "layer_shares.svg"]
     lines = said.output.splitlines()
     assert sum(line.startswith("| 700, 2 | 2 | TP staged |") for line in lines) == 1
     assert sum(line.startswith("| 700, 2 | 2 | CP staged, collective, gathered |") for line in lines) == 3
