@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from m3cp import crossover, frames, records
+from m3cp.projection import Projection
 from m3cp.shapes import LAYER_ARMS, TOY_LAYERS, Point, require, tokens_text
 
 
@@ -118,7 +119,7 @@ def _with_and_without(rows: Sequence[records.Row]) -> Iterator[tuple[records.Row
             yield own[found], more
 
 
-def extra_projections(run: str = "") -> list[crossover.Projection]:
+def extra_projections(run: str = "") -> list[Projection]:
     """What projecting the other ranks' heads costs by the rows of a run and of its folder `layers`; one a machine, code and kind.
 
     Raises:
@@ -133,7 +134,7 @@ def extra_projections(run: str = "") -> list[crossover.Projection]:
             kind = p.world, p.shape, p.cache, p.launch
             rounds = sets.setdefault((own.node, own.provenance.get("code_hash", "unknown"), kind), {})
             rounds.setdefault(p.batch + p.rows_padded, []).append((own.samples_us, more.samples_us))
-        found += [crossover.Projection(*key, rounds) for key, rounds in sets.items()]
+        found += [Projection(*key, rounds) for key, rounds in sets.items()]
     return found
 
 

@@ -24,6 +24,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from m3cp import crossover, fit, frames
+from m3cp.break_even_lines import MeasuredLine
 from m3cp.shapes import tokens_text
 
 STYLE = Path(__file__).with_name("style.mplstyle")
@@ -531,14 +532,14 @@ def maps(panels: Sequence[Panel], title: str = "") -> Figure:
 
 
 @styled
-def break_even(lines: Sequence[crossover.MeasuredLine], title: str = "From where CP is not slower") -> Figure:
+def break_even(lines: Sequence[MeasuredLine], title: str = "From where CP is not slower") -> Figure:
     """Measured break-even over context, a line a CP variant, a height a batch; what lies outside the range points out.
 
     A bar is the 95% interval; a hollow triangle pointing left stands at the shortest context measured, where CP was
     faster already, one pointing right at the longest, where TP still was.
 
     Args:
-        lines: of `crossover.measured_lines`.
+        lines: of `break_even_lines.measured_lines`.
         title: words in front of the figure's title.
 
     Raises:

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from m3cp import advice, crossover, fit, frames, plots, workload
+from m3cp import advice, break_even_lines, crossover, fit, frames, plots, workload
 from m3cp.crossover import tokens_about
 from m3cp.review import Review, default_node, engines_text, floor_of, given, judged, pays_from, reference, who
 from m3cp.terms import TERMS
@@ -568,7 +568,7 @@ def says_scaling(found: Review) -> tuple[str, str]:
     return claim, note
 
 
-def says_break_even(found: Review, lines: list[crossover.MeasuredLine]) -> tuple[str, str]:
+def says_break_even(found: Review, lines: list[break_even_lines.MeasuredLine]) -> tuple[str, str]:
     """Claim and note of the measured break-even lines."""
     ours = lines[0]
     answers = [a for a in ours.answers if a.answer == "crosses" and a.value]
@@ -576,7 +576,7 @@ def says_break_even(found: Review, lines: list[crossover.MeasuredLine]) -> tuple
     where = f"from {crossover.tokens_about(most.value)} tokens at batch {most.at:.0f}" if most else "at no measured batch in between"
     return (
         f"{ours.name} is no slower than TP {where}; engines' kernels stand beside it.",
-        "Measured, interpolated between contexts; a batch without a crossing breaks the line. " + crossover.line_table(lines)[2],
+        "Measured, interpolated between contexts; a batch without a crossing breaks the line. " + break_even_lines.line_table(lines)[2],
     )
 
 

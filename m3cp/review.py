@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from m3cp import advice, crossover, engines, fit, frames, heldout, plots, policy, serving, workload
+from m3cp import advice, break_even_lines, crossover, engines, fit, frames, heldout, plots, policy, serving, workload
 from m3cp.crossover import SPARSE_LAYERS, tokens_about
 
 REFERENCE_TOKENS = (2**13, 2**16, 2**18, 2**20, 2**22)  # cached tokens a step at which gains are quoted, where measured
@@ -419,9 +419,9 @@ def engine_table(found: Review) -> str:
     return table(head, rows)
 
 
-def line_table(lines: Sequence[crossover.MeasuredLine]) -> str:
+def line_table(lines: Sequence[break_even_lines.MeasuredLine]) -> str:
     """The measured break-even lines, a column a line, a row a batch."""
-    head, rows, _ = crossover.line_table(lines)
+    head, rows, _ = break_even_lines.line_table(lines)
     return table(head, rows)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from m3cp import crossover, frames, layer_shares
+from m3cp import break_even_lines, crossover, frames, layer_shares, projection
 from m3cp.shapes import require, tokens_text
 
 WORLD, NODE = 2, "2x NVIDIA H200"
@@ -136,7 +136,7 @@ def _engine(rows: Any | None) -> str:
     return f"{_cell(rows)} / {_us(sorted(best)[len(best) // 2]) if best else '-'}"
 
 
-def table(frame: Any, projections: Sequence[crossover.Projection] = ()) -> list[str]:
+def table(frame: Any, projections: Sequence[projection.Projection] = ()) -> list[str]:
     """Two Markdown tables: what was measured at the aims' shapes beside the engine's kernels; and against the aims.
 
     Args:
@@ -159,8 +159,8 @@ def table(frame: Any, projections: Sequence[crossover.Projection] = ()) -> list[
         measured.append([where, reads, *map(_cell, _of(rows, context, batch).values()), *map(_engine, engine)])
         cells = [by.get((context, batch, path)) for path in PATHS]
         judged.append([where, *(text for aim in cells for text in ((aim.above, aim.text) if aim else ("-", "not measured")))])
-    ours, unused = crossover.find_projection(projections, {**rows.iloc[0], "world": WORLD})
-    charge = crossover.projection(WORLD)[1] + unused if ours is None else ours.note(rows["code_hash"].iloc[0])
+    ours, unused = projection.find(projections, {**rows.iloc[0], "world": WORLD})
+    charge = projection.published_us(WORLD)[1] + unused if ours is None else ours.note(rows["code_hash"].iloc[0])
     note = (
         f"Microseconds a call, measured on {NODE} in one run: P = {WORLD}, bf16, one launch, cold caches, graphs, grids bound at "
         f"{tokens_text(int(rows['max_context'].iloc[0]))}; vLLM's kernels at their own launch setting / at the best of a sweep. "
@@ -187,5 +187,5 @@ def main(run: str = "") -> list[str]:
     """
     loaded = frames.load_run(run)
     projections = layer_shares.extra_projections(run)
-    head, rows, note = crossover.line_table(crossover.measured_lines(loaded.frame, projections=projections))
+    head, rows, note = break_even_lines.line_table(break_even_lines.measured_lines(loaded.frame, projections=projections))
     return [*table(loaded.frame, projections), "", *crossover.markdown(head, rows), "", note]

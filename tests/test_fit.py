@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import synthetic
 
-from m3cp import crossover, fit, frames, heldout, leastsq, review, terms
+from m3cp import break_even_lines, crossover, fit, frames, heldout, leastsq, review, terms
 from m3cp.shapes import Point
 
 RNG = np.random.default_rng
@@ -476,7 +476,7 @@ def test_break_even_is_not_interpolated_from_rows_behind_an_evicting_read():
     assert set(paired[paired["delta_us"] > 0]["context_tokens"]) == {1024}  # with them, break-even would be 2k
     assert [a.answer for a in crossover.break_even_measured(paired)] == ["below range"] * 2
     assert [a.at for a in crossover.break_even_measured(paired, axis="batch")] == [8192, 32_768]
-    line = crossover.measured_lines(frames.table(rows))[0]
+    line = break_even_lines.measured_lines(frames.table(rows))[0]
     assert {line.cell(a) for a in line.answers} == {"below range (from 8k)"} and min(line.pairs["context_tokens"]) == 8192
     found = crossover.comparisons(frames.table(rows), draws=20)[0]
     assert {a.answer for a in found.measured} == {"below range"} and review.pays_from(found)[0] == "always"
@@ -485,7 +485,7 @@ def test_break_even_is_not_interpolated_from_rows_behind_an_evicting_read():
 def test_rows_behind_an_evicting_read_alone_answer_nothing():
     late = [dataclasses.replace(r, evict_us=30.0) for r in late_short_rows(contexts=(4096, 8192, 32_768))]
     paired = crossover.pairs(frames.table(late))
-    assert crossover.break_even_measured(paired) == [] and crossover.measured_lines(frames.table(late)) == []
+    assert crossover.break_even_measured(paired) == [] and break_even_lines.measured_lines(frames.table(late)) == []
     assert review.pays_from(crossover.comparisons(frames.table(late), draws=20)[0])[0] == "undecided"
     quoted = review.reference(crossover.comparisons(frames.table(late_short_rows(contexts=(8192, 16_384, 32_768))), draws=20)[0])
     assert set(quoted["context_tokens"]) == {16_384, 32_768}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import synthetic
 
-from m3cp import crossover, explore, frames, plots
+from m3cp import break_even_lines, crossover, explore, frames, plots
 from m3cp.shapes import Point
 from m3cp.testing import overlap_bf16
 
@@ -28,10 +28,10 @@ def shown(frame) -> dict[str, str]:
     (comparison,) = crossover.comparisons(frame, draws=20)
     words = {
         "curves": plots.curves(frame).get_suptitle(),
-        "break-even": plots.break_even(crossover.measured_lines(frame, draws=20)).get_suptitle(),
+        "break-even": plots.break_even(break_even_lines.measured_lines(frame, draws=20)).get_suptitle(),
         "map": " ".join(text.get_text() for text in plots.maps([plots.panel(comparison, "here")]).axes[0].texts),
         "sentence": crossover.sentence(comparison.pairs.iloc[-1]),
-        "table": crossover.line_table(crossover.measured_lines(frame, draws=20))[2],
+        "table": break_even_lines.line_table(break_even_lines.measured_lines(frame, draws=20))[2],
     }
     return words
 

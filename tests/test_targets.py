@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import synthetic
 
-from m3cp import crossover, frames, layer_shares, plots, records, targets
+from m3cp import break_even_lines, frames, layer_shares, plots, projection, records, targets
 from m3cp.shapes import IndexerShape, Point
 
 CONTEXTS, BATCHES = (8192, 32_768, 131_072), (1, 8, 32)
@@ -83,7 +83,7 @@ def paths_of(extra_us: float, node: str = targets.NODE, **fields):
 
 
 def lines_of(extra_us: float, projections=(), **fields):
-    return crossover.measured_lines(frames.table(paths_of(extra_us, **fields)), 40, projections)
+    return break_even_lines.measured_lines(frames.table(paths_of(extra_us, **fields)), 40, projections)
 
 
 def products(us: dict, world: int = 2, node: str = targets.NODE, code: str = "synthetic000", jitter: float = 0.0, **changes):
@@ -115,7 +115,7 @@ def test_lines_cross_where_they_were_planted_and_say_what_was_charged():
     assert by[names[1]][1].value == pytest.approx(8192 * 0.8, rel=1e-6)
     assert by[names[2]][1].value == pytest.approx(8192 * 2 * (0.4 + lines[2].charge_us), rel=0.03)
     assert by[names[3]][1].answer == "none in range"
-    head, rows, note = crossover.line_table(lines)
+    head, rows, note = break_even_lines.line_table(lines)
     assert head == ["batch", *names] and [row[0] for row in rows] == ["1", "8"]
     assert rows[0][1] == "16k" and rows[1][1] == "below range (from 4k)" and rows[0][4] == "none in range (up to 128k)"
     assert "nothing above noise at P = 2 (published, an H200; assumed here)" in note and "2x NVIDIA H200" in note
@@ -124,10 +124,10 @@ def test_lines_cross_where_they_were_planted_and_say_what_was_charged():
 def test_the_charge_by_bytes_is_the_weights_of_the_other_ranks_heads():
     """Of four heads one rank of two owns two: 2 x 6144 x 128 x 2 bytes; of eight ranks each owns one, so three are foreign."""
     shape = IndexerShape()
-    assert crossover.projection_bytes_us(shape, 2, 4.4e6) == pytest.approx(2 * 6144 * 128 * 2 / 4.4e6)
-    assert crossover.projection_bytes_us(shape, 8, 4.4e6) == pytest.approx(3 * 6144 * 128 * 2 / 4.4e6)
-    assert crossover.projection(8) == (None, "Replicated queries do not pay for projecting the other ranks' heads: at P = 8 nobody measured it.")
-    assert crossover.projection(4)[0] == 2.2
+    assert projection.bytes_us(shape, 2, 4.4e6) == pytest.approx(2 * 6144 * 128 * 2 / 4.4e6)
+    assert projection.bytes_us(shape, 8, 4.4e6) == pytest.approx(3 * 6144 * 128 * 2 / 4.4e6)
+    assert projection.published_us(8) == (None, "Replicated queries do not pay for projecting the other ranks' heads: at P = 8 nobody measured it.")
+    assert projection.published_us(4)[0] == 2.2
 
 
 def test_rows_that_hold_the_projection_are_charged_nothing_more():
@@ -220,7 +220,7 @@ def test_long_names_do_not_leave_the_figure(tmp_path):
 
 def test_no_line_without_a_pair():
     only = [r for r in synthetic.rows() if r.point.arm == "tp"]
-    assert crossover.measured_lines(frames.table(only)) == []
+    assert break_even_lines.measured_lines(frames.table(only)) == []
     with pytest.raises(ValueError, match="lines=.*at least one"):
-        crossover.line_table([])
-    assert dataclasses.is_dataclass(crossover.MeasuredLine)
+        break_even_lines.line_table([])
+    assert dataclasses.is_dataclass(break_even_lines.MeasuredLine)
