@@ -11,7 +11,7 @@ import drivers
 import pytest
 import torch
 
-from m3cp import aiter_arm, kit, sweep
+from m3cp import aiter_arm, kit, kit_state, sweep
 
 WORKER = "import json, sys; sys.path.insert(0, {tests!r}); import test_aiter_arm as t; t.install({wrong!r}, {shard!r})\nfrom m3cp import aiter_arm, worker\nworker.run(json.load(open(sys.argv[1])), aiter_arm.body)\n"
 FORCED = 1e30  # a sentinel that outranks scores, as the public kernels write for forced blocks
@@ -138,6 +138,6 @@ def test_a_missing_or_half_installed_library_is_said(monkeypatch):
 
 
 def test_the_kit_leaves_the_step_out_by_name(tmp_path):
-    kit.write(tmp_path / kit.FACTS_FILE, {"device": "cuda", "node": "4x GPU", "ranks": 4, "gpus": 4, "arch": "gfx950"})
+    kit_state.write(tmp_path / kit_state.FACTS_FILE, {"device": "cuda", "node": "4x GPU", "ranks": 4, "gpus": 4, "arch": "gfx950"})
     assert kit.run_step("aiter", tmp_path, 60) == kit.LEFT_OUT_STATUS
-    assert aiter_arm.MODULE in kit.read(tmp_path / "said" / "aiter.json")["why"]
+    assert aiter_arm.MODULE in kit_state.read(tmp_path / "said" / "aiter.json")["why"]

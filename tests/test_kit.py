@@ -12,7 +12,24 @@ import numpy as np
 import pytest
 import synthetic
 
-from m3cp import aiter_arm, compiled, crossover, fit, frames, kit, kit_page, pingpong, records, sweep, trust, watchdog
+from m3cp import (
+    aiter_arm,
+    compiled,
+    crossover,
+    fit,
+    frames,
+    kit,
+    kit_page,
+    kit_state,
+    kit_steps,
+    pingpong,
+    records,
+    sweep,
+    trust,
+    watchdog,
+)
+from m3cp.kit_state import CUT, DONE, FAILED, LEFT_OUT, RUNNING
+from m3cp.kit_steps import STEPS
 from m3cp.shapes import Point
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -39,11 +56,11 @@ def own_cache(tmp_path, monkeypatch):
 def here(tmp_path):
     """A run's folder that knows four made-up GPUs."""
     run = tmp_path / "run"
-    kit.write(run / kit.FACTS_FILE, {"device": "cuda", "node": "4x AMD Instinct MI355X", "ranks": 4, "gpus": 4, "arch": "gfx950", "commit": None})
+    kit_state.write(run / kit_state.FACTS_FILE, {"device": "cuda", "node": "4x AMD Instinct MI355X", "ranks": 4, "gpus": 4, "arch": "gfx950", "commit": None})
     return run
 
 
-def quick(steps=kit.STEPS):
+def quick(steps=STEPS):
     """The kit's own steps with limits of a second."""
     return [replace(s, limit_s=1.0, usual_s=1.0) for s in steps]
 
@@ -58,14 +75,14 @@ def go(run, commands, **options):
 def test_a_fault_in_any_step_leaves_the_rest_usable(here, fault, odd):
     """Every second step fails, and in the other half of the cases every other one: each step has a fault, each a faulty neighbour."""
     command, words = FAULTS[fault]
-    faulty = [s.name for s in kit.STEPS][odd::2]
+    faulty = [s.name for s in STEPS][odd::2]
     state = go(here, dict.fromkeys(faulty, command))
-    assert {n: r.status for n, r in state.steps.items()} == {s.name: kit.FAILED if s.name in faulty else kit.DONE for s in kit.STEPS}
+    assert {n: r.status for n, r in state.steps.items()} == {s.name: FAILED if s.name in faulty else DONE for s in STEPS}
     assert all(words in state.steps[name].why for name in faulty)
     with tarfile.open(here / "node.tar.gz") as tar:
         held = json.load(tar.extractfile("node/kit.json"))
-    assert held["steps"][faulty[0]]["status"] == kit.FAILED
-    assert html.escape(words) in kit_page.page(here).read_text()
+    assert held["steps"][faulty[0]]["status"] == FAILED
+    assert html.escape(words) in kit_page.page(here, {s.name: s.title for s in STEPS}).read_text()
 
 
 def test_a_hang_in_every_step_ends_in_time_and_leaves_no_process(here):
@@ -73,9 +90,9 @@ def test_a_hang_in_every_step_ends_in_time_and_leaves_no_process(here):
     marks.mkdir(parents=True, exist_ok=True)
     script = "echo waiting for rank 2; (sleep 5; touch %s) & sleep 60"
     began = time.monotonic()
-    state = go(here, {s.name: ["sh", "-c", script % (marks / s.name)] for s in kit.STEPS}, steps=[replace(s, limit_s=0.3, usual_s=0.3) for s in kit.STEPS])
+    state = go(here, {s.name: ["sh", "-c", script % (marks / s.name)] for s in STEPS}, steps=[replace(s, limit_s=0.3, usual_s=0.3) for s in STEPS])
     assert time.monotonic() - began < 30
-    assert {r.status for r in state.steps.values()} == {kit.FAILED} and len(state.steps) == len(kit.STEPS)
+    assert {r.status for r in state.steps.values()} == {FAILED} and len(state.steps) == len(STEPS)
     assert all(re.search("not done within 0 s, ended; it last said: waiting for rank 2", r.why) for r in state.steps.values())
     time.sleep(5.2)
     assert list(marks.iterdir()) == [], "what a step started outlived it"
@@ -85,7 +102,7 @@ def test_a_hang_in_every_step_ends_in_time_and_leaves_no_process(here):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_form_whose_stress_fails_is_refused_from_then_on(here, form, fault):
     command, words = FAULTS[fault]
-    go(here, {f"stress_{form}": command}, steps=quick([s for s in kit.STEPS if s.form == form]))
+    go(here, {f"stress_{form}": command}, steps=quick([s for s in STEPS if s.form == form]))
     for run in (here, here.parent / "another run"):  # beside the run, and for this user
         verdict = trust.known(form, "4x AMD Instinct MI355X", 2, run)
         assert not verdict.trusted and words in verdict.text and f"form '{form}' is refused" in verdict.text
@@ -124,7 +141,7 @@ def checked(monkeypatch, results):
         if legs is not None:  # of the first names; the rest found nothing wrong
             names = trust.legs(form, ranks)
             legs = [one | dict(zip(("kind", "leg"), name.split(" ", 1), strict=True)) for one, name in zip([*legs, *[leg()] * len(names)], names, strict=False)]
-            kit.write(log.parent.parent / f"stress_{form}.json", {"legs": legs})
+            kit_state.write(log.parent.parent / f"stress_{form}.json", {"legs": legs})
         return ended
 
     monkeypatch.setattr(watchdog, "run", run)
@@ -182,7 +199,7 @@ def test_a_check_without_the_time_for_all_legs_is_no_verdict(here, monkeypatch):
     assert trust.known("one_launch", "4x GPU", 2, here) is None
     trust.refusals([point("one_launch")], "4x GPU", 4, here)
     assert len(asked) == 2
-    assert kit.run_step("stress_one_launch", here, 60) == 1 and len(asked) == 4 and words[:37] in kit.read(here / "said" / "stress_one_launch.json")["why"]
+    assert kit.run_step("stress_one_launch", here, 60) == 1 and len(asked) == 4 and words[:37] in kit_state.read(here / "said" / "stress_one_launch.json")["why"]
     assert trust.load(here / trust.FILE) == []
     answers = [trust.TooShort("x"), trust.Verdict("one_launch", True, "4x GPU", 4, "code", 7)]
 
@@ -225,12 +242,12 @@ def test_the_next_stretch_goes_on_where_the_last_stopped(here):
     def note(name, then="exit 0"):
         return ["sh", "-c", f"echo {name} >> {ran}; {then}"]
 
-    steps = [replace(s, limit_s=4.0 if s.resumable else 2.0, usual_s=1.0) for s in kit.STEPS if s.name in ("doctor", "staged", "targets", "compilers", "page")]
+    steps = [replace(s, limit_s=4.0 if s.resumable else 2.0, usual_s=1.0) for s in STEPS if s.name in ("doctor", "staged", "targets", "compilers", "page")]
     commands = {s.name: note(s.name) for s in steps}
     commands |= {"staged": note("staged", "exit 1"), "targets": note("targets", f"sleep 1; exit {kit.CUT_STATUS}")}
     state = go(here, commands, steps=steps, minutes=8 / 60)
     assert {n: r.status for n, r in state.steps.items()} == {
-        "doctor": kit.DONE, "staged": kit.FAILED, "targets": kit.CUT, "compilers": kit.DONE, "page": kit.DONE,
+        "doctor": DONE, "staged": FAILED, "targets": CUT, "compilers": DONE, "page": DONE,
     }  # fmt: skip
     first = ran.read_text().split()
     assert first[:4] == ["doctor", "staged", "targets", "compilers"] and first[-1] == "page"
@@ -238,11 +255,11 @@ def test_the_next_stretch_goes_on_where_the_last_stopped(here):
     ran.unlink()
     commands["targets"] = note("targets")
     state = go(here, commands, steps=steps)
-    assert ran.read_text().split() == ["targets", "page"] and state.steps["targets"].status == kit.DONE and state.stretches == 2
+    assert ran.read_text().split() == ["targets", "page"] and state.steps["targets"].status == DONE and state.stretches == 2
     ran.unlink()
     commands["staged"] = note("staged")
     state = go(here, commands, steps=steps, retry=True)
-    assert ran.read_text().split() == ["staged", "page"] and state.steps["staged"].status == kit.DONE
+    assert ran.read_text().split() == ["staged", "page"] and state.steps["staged"].status == DONE
 
 
 def test_a_sweep_waits_for_the_stress_checks_before_it(here):
@@ -250,11 +267,11 @@ def test_a_sweep_waits_for_the_stress_checks_before_it(here):
     steps = [s for s in quick() if s.name in ("engines", "stress_one_launch", "targets", "page")]
     short = [replace(s, usual_s=4.0) if s.form else replace(s, usual_s=0.2) for s in steps]
     state = go(here, {}, steps=short, minutes=1)
-    assert {n: r.status for n, r in state.steps.items()} == dict.fromkeys(("engines", "stress_one_launch", "targets", "page"), kit.DONE)
+    assert {n: r.status for n, r in state.steps.items()} == dict.fromkeys(("engines", "stress_one_launch", "targets", "page"), DONE)
     again = here.parent / "again"
-    kit.write(again / kit.FACTS_FILE, kit.read(here / kit.FACTS_FILE))
+    kit_state.write(again / kit_state.FACTS_FILE, kit_state.read(here / kit_state.FACTS_FILE))
     state = go(again, {"engines": ["sleep", "0.5"]}, steps=short, minutes=5 / 60, keep_s=0.8)
-    assert {n: r.status for n, r in state.steps.items()} == {"engines": kit.DONE, "stress_one_launch": kit.CUT, "targets": kit.CUT, "page": kit.DONE}
+    assert {n: r.status for n, r in state.steps.items()} == {"engines": DONE, "stress_one_launch": CUT, "targets": CUT, "page": DONE}
     assert state.steps["targets"].why == "waits for one launch under stress: run the same command again"
 
 
@@ -263,7 +280,7 @@ def test_its_analysis_takes_the_rows_of_its_own_steps(here):
     gpus, rng = {"device": "cuda", "ranks": 2, "arch": "sm_90"}, np.random.default_rng(4)
     stages = {"staged": ["score", "choose"], "one_launch": ["decode"], "two_launch": ["score_and_push", "wait_and_choose"]}
     truth = {"tp": synthetic.FUSED_TP, "cp": synthetic.FUSED_CP}
-    for folder, points in ((here, kit.target_points(gpus)), (here / kit.PUBLISHED, kit.published_points(gpus, "cold"))):
+    for folder, points in ((here, kit_steps.target_points(gpus)), (here / kit_state.PUBLISHED, kit_steps.published_points(gpus, "cold"))):
         folder.mkdir(exist_ok=True)
         timed = [p for p in points if p.arm in truth]
         slower = {"one_launch": 0.0, "two_launch": 0.8, "staged": 2.0}
@@ -285,26 +302,32 @@ def test_its_analysis_takes_the_rows_of_its_own_steps(here):
 
 def test_a_step_that_ends_the_kit_twice_is_given_up(here):
     """The state says `running` where the kit was killed, or the machine went down."""
-    for expected in (kit.DONE, kit.FAILED):
-        state = kit.State.load(here, "node")
-        record = state.steps.setdefault("pingpong", kit.Record())
-        record.status, record.tries = kit.RUNNING, record.tries + (1 if expected == kit.DONE else 2)
-        if expected == kit.FAILED:
-            record.status = kit.RUNNING
+    for expected in (DONE, FAILED):
+        state = kit_state.State.load(here, "node")
+        record = state.steps.setdefault("pingpong", kit_state.Record())
+        record.status, record.tries = RUNNING, record.tries + (1 if expected == DONE else 2)
+        if expected == FAILED:
+            record.status = RUNNING
         state.save(here)
-        found = go(here, {}, steps=quick([s for s in kit.STEPS if s.name == "pingpong"])).steps["pingpong"]
+        found = go(here, {}, steps=quick([s for s in STEPS if s.name == "pingpong"])).steps["pingpong"]
         assert found.status == expected
     assert "ended within it" in found.why
 
 
 def test_a_stretch_ends_in_its_time(here):
-    commands = {s.name: ["sh", "-c", "sleep 30"] for s in kit.STEPS if not s.always}
+    commands = {s.name: ["sh", "-c", "sleep 30"] for s in STEPS if not s.always}
     began = time.monotonic()
-    state = go(here, commands, minutes=4 / 60, steps=[replace(s, limit_s=1.5, usual_s=1.5) for s in kit.STEPS], keep_s=1.0)
+    state = go(here, commands, minutes=4 / 60, steps=[replace(s, limit_s=1.5, usual_s=1.5) for s in STEPS], keep_s=1.0)
     assert time.monotonic() - began < 8
-    waiting = [r for r in state.steps.values() if r.status == kit.CUT]
+    waiting = [r for r in state.steps.values() if r.status == CUT]
     assert waiting and all("run the same command again" in r.why for r in waiting)
-    assert state.steps["page"].status == kit.DONE, "what is there is shown whatever was not reached"
+    assert state.steps["page"].status == DONE, "what is there is shown whatever was not reached"
+
+
+def test_a_step_with_nothing_to_show_is_left_out_and_did_not_fail(here):
+    """In a process of its own, as a stretch starts it: there `m3cp.kit` is `__main__`."""
+    state = kit.stretch(here, "node", only=["fit"])
+    assert (state.steps["fit"].status, state.steps["fit"].why) == (LEFT_OUT, "nothing was measured yet")
 
 
 def test_bad_arguments_are_refused_by_name(here):
@@ -312,14 +335,14 @@ def test_bad_arguments_are_refused_by_name(here):
         kit.stretch(here, "node", 2)
     with pytest.raises(ValueError, match="only=.*'fitt'.*must be among doctor, footprint"):
         kit.stretch(here, "node", only=["fitt"])
-    kit.write(here / kit.STATE_FILE, {"name": "node", "code_hash": "other", "stretches": 1, "steps": {}})
+    kit_state.write(here / kit_state.STATE_FILE, {"name": "node", "code_hash": "other", "stretches": 1, "steps": {}})
     with pytest.raises(ValueError, match="holds a run of code other"):
         kit.stretch(here, "node")
 
 
 def test_the_published_shapes_are_all_seventeen_in_the_forms_that_have_them(here):
     for cache in ("warm", "cold"):
-        points = kit.published_points(kit.facts(here), cache)
+        points = kit_steps.published_points(kit_steps.facts(here), cache)
         staged = [p for p in points if (p.arm, p.form) == ("tp", "staged")]
         assert len(staged) == 17 and all(p.dtype == "fp8_e4m3fn" and p.world == 4 and p.cache == cache for p in staged)
         assert all((p.shape.init_blocks, p.shape.local_blocks) == (1, 2) for p in points)
@@ -327,8 +350,8 @@ def test_the_published_shapes_are_all_seventeen_in_the_forms_that_have_them(here
         assert sum((p.arm, p.form) == ("cp", "one_launch") for p in points) == 17
         assert {p.dtype for p in points} == {"fp8_e4m3fn"}
         assert sum(p.arm == "sglang_cp" for p in points) == 17
-    assert {(p.context_tokens, p.batch) for p in kit.target_points(kit.facts(here))} == set(kit.TARGETS)
-    assert not [p for p in kit.target_points({**kit.facts(here), "ranks": 1}) if p.arm == "cp"]
+    assert {(p.context_tokens, p.batch) for p in kit_steps.target_points(kit_steps.facts(here))} == set(kit_steps.TARGETS)
+    assert not [p for p in kit_steps.target_points({**kit_steps.facts(here), "ranks": 1}) if p.arm == "cp"]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -383,41 +406,41 @@ def test_a_failed_point_does_not_end_a_sweep_that_was_cut(here, monkeypatch):
     """What was never tried comes first, then what failed, which alone fails the step."""
     points = [Point(1024 * n, 1, arm="tp", form="staged", world=1) for n in (1, 2, 3)]
     asked = swept(monkeypatch, here, [["failed"], ["ok"], ["ok"], ["failed"], ["ok"], ["ok"], []])
-    with pytest.raises(kit.Cut, match="0 of 3 Points measured, 2 to come, 1 failed"):
-        kit._sweep(here, points, 60)
-    with pytest.raises(kit.Cut, match="1 of 3 Points measured, 1 to come, 1 failed"):
-        kit._sweep(here, points, 60)
+    with pytest.raises(kit_state.Cut, match="0 of 3 Points measured, 2 to come, 1 failed"):
+        kit_steps._sweep(here, points, 60)
+    with pytest.raises(kit_state.Cut, match="1 of 3 Points measured, 1 to come, 1 failed"):
+        kit_steps._sweep(here, points, 60)
     with pytest.raises(RuntimeError, match="2 of 3 Points measured; .*wrong ids"):
-        kit._sweep(here, points, 60)
+        kit_steps._sweep(here, points, 60)
     with pytest.raises(RuntimeError, match="wrong ids"):
-        kit._sweep(here, points, 60)
-    assert kit._sweep(here, points, 60) == ["3 of 3 Points measured"] == kit._sweep(here, points, 60)
+        kit_steps._sweep(here, points, 60)
+    assert kit_steps._sweep(here, points, 60) == ["3 of 3 Points measured"] == kit_steps._sweep(here, points, 60)
     more = [points[0].replace(context_tokens=4096), points[0].replace(context_tokens=5120)]
     for _ in range(2):  # a time too short for even one Point finishes nothing
-        with pytest.raises(kit.Cut, match="1 of 2 Points measured, 1 to come"):
-            kit._sweep(here, more, 60)
+        with pytest.raises(kit_state.Cut, match="1 of 2 Points measured, 1 to come"):
+            kit_steps._sweep(here, more, 60)
     assert [given for given, _ in asked[:5]] == [points, points[1:], points[2:], points[:1], points[:1]]
 
 
 def test_a_step_that_was_often_cut_is_not_given_up(here):
     """Two deaths running give a step up; ends by its own will in between do not count."""
-    step = replace(next(s for s in kit.STEPS if s.name == "targets"), limit_s=5.0, usual_s=0.2)
-    state = kit.State.load(here, "node")
+    step = replace(next(s for s in STEPS if s.name == "targets"), limit_s=5.0, usual_s=0.2)
+    state = kit_state.State.load(here, "node")
     cut, dies = ["sh", "-c", f"exit {kit.CUT_STATUS}"], ["sh", "-c", "sleep 9"]
-    for command, expected in ((cut, kit.CUT), (cut, kit.CUT), (dies, kit.CUT), (cut, kit.CUT), (dies, kit.CUT), (dies, kit.FAILED)):
+    for command, expected in ((cut, CUT), (cut, CUT), (dies, CUT), (cut, CUT), (dies, CUT), (dies, FAILED)):
         assert kit.take(step, state, here, 0.3, command, lambda words: None).status == expected
 
 
 def test_aiters_selector_polls_only_memory_that_passed_the_ping_pong(here, monkeypatch):
     monkeypatch.setattr(aiter_arm, "missing_cp", lambda: "")
     for grains in ([], ["fine-grained", pingpong.COARSE]):
-        kit.write(here / "pingpong.json", {"pairs": [{"grain": g} for g in grains]})
+        kit_state.write(here / "pingpong.json", {"pairs": [{"grain": g} for g in grains]})
         assert kit.run_step("aiter_cp", here, 60) == kit.LEFT_OUT_STATUS
     asked = []
     monkeypatch.setattr(aiter_arm, "run", lambda *given, **options: asked.append((given, options)) or {"arms": []})
-    kit.write(here / "pingpong.json", {"pairs": [{"grain": "fine-grained"}]})
+    kit_state.write(here / "pingpong.json", {"pairs": [{"grain": "fine-grained"}]})
     assert kit.run_step("aiter_cp", here, 60) == 0 and asked == [(("cuda", 4), {"between": True})]
-    names = [s.name for s in kit.STEPS if not s.always]
+    names = [s.name for s in STEPS if not s.always]
     assert names[-1] == "aiter_cp", "waits without a bound come last"
 
 
@@ -430,9 +453,9 @@ def test_an_error_of_many_lines_is_named_in_one():
 def test_kernels_are_compiled_before_what_needs_them_and_a_failure_is_said(here, monkeypatch):
     asked = []
     monkeypatch.setattr(compiled, "ahead", lambda points, seconds: asked.extend(points) or (18, ["exit status 1: no ptxas"]))
-    assert kit.run_step("kernels", here, 60) == 1 and "no ptxas" in kit.read(here / "said" / "kernels.json")["why"]
-    assert set(asked) >= {*trust.points("one_launch", 4), *trust.points("two_launch", 4), *kit.target_points(kit.facts(here))}
-    names = [s.name for s in kit.STEPS]
+    assert kit.run_step("kernels", here, 60) == 1 and "no ptxas" in kit_state.read(here / "said" / "kernels.json")["why"]
+    assert set(asked) >= {*trust.points("one_launch", 4), *trust.points("two_launch", 4), *kit_steps.target_points(kit_steps.facts(here))}
+    names = [s.name for s in STEPS]
     assert names.index("kernels") < names.index("engines") < names.index("stress_two_launch")
 
 
@@ -441,13 +464,13 @@ def rehearsed(tmp_path_factory):
     """The kit on this machine's CPU with real steps and ranks, as far as seconds go."""
     run = tmp_path_factory.mktemp("rehearsal")
     names = ["doctor", "stress_one_launch", "targets", "fit", "policy", "page"]
-    return run, kit.main("node", run, only=names, device="cpu", commit="c0ffee"), kit.State.of(kit.read(run / kit.STATE_FILE))
+    return run, kit.main("node", run, only=names, device="cpu", commit="c0ffee"), kit_state.State.of(kit_state.read(run / kit_state.STATE_FILE))
 
 
 def test_a_rehearsal_measures_and_decides(rehearsed):
     run, status, state = rehearsed
     assert status == 0, [(n, r.why) for n, r in state.steps.items()]
-    assert {n: r.status for n, r in state.steps.items()} == {n: kit.LEFT_OUT if n == "stress_one_launch" else kit.DONE for n in state.steps}
+    assert {n: r.status for n, r in state.steps.items()} == {n: LEFT_OUT if n == "stress_one_launch" else DONE for n in state.steps}
     assert state.steps["stress_one_launch"].why == "needs GPUs, this is a CPU"
     rows = records.load(run)
     assert {r.status for r in rows} == {"ok"} and {r.point.arm for r in rows} == {"tp", "cp", "page_read"}
@@ -456,12 +479,12 @@ def test_a_rehearsal_measures_and_decides(rehearsed):
 @pytest.mark.slow
 def test_the_kit_runs_whole_on_a_cpu(tmp_path):
     status = kit.main("node", tmp_path, device="cpu", minutes=20)
-    state = kit.State.of(kit.read(tmp_path / kit.STATE_FILE))
-    assert status == 0, [(n, r.why) for n, r in state.steps.items() if r.status == kit.FAILED]
+    state = kit_state.State.of(kit_state.read(tmp_path / kit_state.STATE_FILE))
+    assert status == 0, [(n, r.why) for n, r in state.steps.items() if r.status == FAILED]
     gpu_only = {"kernels", "engines", "aiter", "aiter_cp", "stress_two_launch", "stress_one_launch", "published_cold"}
-    assert {n: r.status for n, r in state.steps.items()} == {s.name: kit.LEFT_OUT if s.name in gpu_only else kit.DONE for s in kit.STEPS}
+    assert {n: r.status for n, r in state.steps.items()} == {s.name: LEFT_OUT if s.name in gpu_only else DONE for s in STEPS}
     assert all("CPU" in state.steps[name].why for name in gpu_only)
-    for folder, init in ((tmp_path, 0), (tmp_path / kit.PUBLISHED, 1)):
+    for folder, init in ((tmp_path, 0), (tmp_path / kit_state.PUBLISHED, 1)):
         assert {r.point.shape.init_blocks for r in records.load(folder)} == {init}
 
 
@@ -480,7 +503,7 @@ def test_its_page_stands_alone_and_says_every_step(rehearsed):
     run, _, state = rehearsed
     text = (run / "index.html").read_text()
     assert "data:image/svg+xml" in text and not re.search(r"<(script|link)\b|src='http", text)
-    for step in kit.STEPS:
+    for step in STEPS:
         assert (f"<td>{html.escape(step.title)}</td>" in text) == (step.name in state.steps and step.name != "page")
     assert re.search(r"commit c0ffee; python [\d.]+, torch \d.*, triton \d.*; begun 20\d\d-", text), "whose figures these are"
     assert "needs GPUs, this is a CPU" in text and "<h2>Break-even, measured</h2>" in text
