@@ -78,6 +78,7 @@ def sweep(
     device: Device = None,
     world: Annotated[str | None, typer.Option(help="Numbers of ranks, such as 1,2; default: what fits here.")] = None,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure again what the run already holds.")] = False,
+    processes: Annotated[int, typer.Option(help="Measure every Point in so many fresh starts of the ranks.")] = 1,
     minutes: Annotated[float | None, typer.Option(help="Stop cleanly after so long; a later call goes on.")] = None,
     commit: Annotated[str | None, typer.Option(help="Of this code, where the copy has no git history.")] = None,
     draw: Annotated[bool, typer.Option("--fit", help="Then fit and draw, as `m3cp fit` does.")] = False,
@@ -100,10 +101,10 @@ def sweep(
         if notebook or on:
             from m3cp import batch
 
-            if notebook and (on or quick or minutes or grid is None):
-                raise ValueError("--notebook: takes a grid file, and neither --on nor --quick nor --minutes")
-            if on and (quick or minutes or out is None):
-                raise ValueError("--on: takes --out, a folder that all nodes see, and neither --quick nor --minutes")
+            if notebook and (on or quick or minutes or processes > 1 or grid is None):
+                raise ValueError("--notebook: takes a grid file, and none of --on, --quick, --minutes, --processes")
+            if on and (quick or minutes or processes > 1 or out is None):
+                raise ValueError("--on: takes --out, a folder that all nodes see, and none of --quick, --minutes, --processes")
         if notebook:
             status = batch.by_notebooks(**shared)
         elif on:
@@ -113,7 +114,7 @@ def sweep(
             given = dict(word.split("=", 1) for word in slurm or [])
             status = batch.on_cluster(on, **shared, partition=partition, job_minutes=job_minutes, slurm=given, commit=commit)
         else:
-            status = measuring.main(**shared, quick=quick, minutes=minutes, commit=commit)
+            status = measuring.main(**shared, quick=quick, processes=processes, minutes=minutes, commit=commit)
     except (ValueError, OSError) as error:
         typer.echo(f"m3cp sweep: {error}", err=True)
         raise typer.Exit(measuring.NOT_MEASURED) from None

@@ -75,8 +75,9 @@ def verdict(low: float, high: float, same: float = 0.02) -> str:
 def pairs(frame, noise: float = 0.0, draws: int = 400, seed: int = 0):
     """Each CP row beside its TP baseline: times, the ratio TP / CP and the difference CP - TP with 95% intervals.
 
-    A CP arm meets the baseline of its own engine, in its own form where that was measured. Repeats in fresh
-    processes are pooled, each counting once.
+    A CP arm meets the baseline of its own engine, in its own form where that was measured. Repeats in fresh processes
+    count once each. What CP - TP differs by between them is in the intervals of all pairs of their variant, those of
+    one process too (`between_processes`).
 
     Args:
         frame: of `table`.
@@ -123,32 +124,58 @@ def pairs(frame, noise: float = 0.0, draws: int = 400, seed: int = 0):
         t, tn = _pool(tp, draws, rng, noise)
         c, cn = _pool(cp, draws, rng, noise)
         tp_us, cp_us = float(tp["median_us"].median()), float(cp["median_us"].median())
-        ratio, delta = t / c, c - t
-        low, high = np.percentile(ratio, [2.5, 97.5])
-        d_low, d_high = np.percentile(delta, [2.5, 97.5])
         cold = set(tp["cache_state"]) == {"cold"} and set(cp["cache_state"]) == {"cold"}
         lines.append(
             {
                 **dict(zip(PAIRED, key, strict=True)), **variant, "tp_us": tp_us, "cp_us": cp_us, "tp_low": tn[0], "tp_high": tn[1],
-                "cp_low": cn[0], "cp_high": cn[1], "ratio": tp_us / cp_us, "ratio_low": float(low), "ratio_high": float(high),
-                "delta_us": cp_us - tp_us, "delta_low": float(d_low), "delta_high": float(d_high), "verdict": verdict(low, high),
+                "cp_low": cn[0], "cp_high": cn[1], "ratio": tp_us / cp_us, "delta_us": cp_us - tp_us, "apart": _apart(tp, cp), "tp_draws": t,
                 "cache_state": "cold" if cold else "warm", "read": bool((tp["bytes_read"] > 0).all()),
                 "evicted": bool((tp["evict_us"].astype(float) > 0).any() or (cp["evict_us"].astype(float) > 0).any()),
-                "unsteady": bool(tp["unsteady"].any() or cp["unsteady"].any()), "processes": min(len(tp), len(cp)), "draws": delta,
+                "unsteady": bool(tp["unsteady"].any() or cp["unsteady"].any()), "processes": min(len(tp), len(cp)), "draws": c - t,
                 "overlap_bf16": next((v for rows in (cp, tp) for v in rows["overlap_bf16"] if not missing(v)), None),
             }
         )  # fmt: skip
+    alike = {}
+    for line in lines:
+        alike.setdefault(tuple(line[n] for n in (*VARIANT, *(n for n in PAIRED if n not in ("context_tokens", "batch", "mix")))), []).append(line)
+    for group in alike.values():
+        for line in group:
+            deviation, freedom = between_processes([(other["cp_us"], other["apart"]) for other in group], line["cp_us"])
+            if freedom:
+                line["draws"] = line["draws"] + deviation / math.sqrt(line["processes"]) * rng.standard_t(freedom, draws)
+            ratio = line["tp_draws"] / (line["tp_draws"] + line["draws"])
+            line["ratio_low"], line["ratio_high"] = (float(v) for v in np.percentile(ratio, [2.5, 97.5]))
+            line["delta_low"], line["delta_high"] = (float(v) for v in np.percentile(line["draws"], [2.5, 97.5]))
+            line["verdict"] = verdict(line["ratio_low"], line["ratio_high"])
     columns = [*PAIRED, *VARIANT, "tp_us", "cp_us", "tp_low", "tp_high", "cp_low", "cp_high", "ratio", "ratio_low", "ratio_high",
                "delta_us", "delta_low", "delta_high", "verdict", "cache_state", "read", "evicted", "unsteady", "processes", "draws", "overlap_bf16"]  # fmt: skip
     return pandas.DataFrame.from_records(lines, columns=columns)
 
 
+def between_processes(measured: Sequence[tuple[float, Sequence[float]]], us: float) -> tuple[float, int]:
+    """What one process's CP - TP deviates by from another's: (standard deviation in microseconds, its degrees of freedom).
+
+    Pooled over the repeated points of a variant whose CP calls take between half and twice `us`, over all of them where
+    none does: small calls differ by what a process draws anew, large ones by a share of their time. (0, 0) without repeats.
+
+    Args:
+        measured: of each point, CP's microseconds and its CP - TP in each process that timed both.
+    """
+    repeated = [(cp_us, apart) for cp_us, apart in measured if len(apart) > 1]
+    near = [apart for cp_us, apart in repeated if us / 2 <= cp_us <= 2 * us] or [apart for _, apart in repeated]
+    freedom = sum(len(apart) - 1 for apart in near)
+    return (math.sqrt(sum((len(a) - 1) * float(np.var(a, ddof=1)) for a in near) / freedom), freedom) if freedom else (0.0, 0)
+
+
+def _apart(tp, cp) -> list[float]:
+    """CP - TP of each process that timed both, its newest rows."""
+    by_process = [dict(zip(rows["process"], rows["median_us"], strict=True)) for rows in (tp, cp)]
+    return [float(us - by_process[0][process]) for process, us in by_process[1].items() if process in by_process[0]]
+
+
 def _pool(rows, draws: int, rng: np.random.Generator, noise: float) -> tuple[np.ndarray, tuple[float, float]]:
-    """Draws of the pooled median over a point's processes, and the range of all samples."""
+    """Draws of the median over a point's processes, of each by its rounds, and the range of all samples."""
     each = np.stack([median_draws(samples, draws, rng, noise) for samples in rows["samples_us"]])
-    if len(each) > 1:  # a process is the unit: draw processes, not only rounds
-        pick = rng.integers(0, len(each), (len(each), draws))
-        each = np.take_along_axis(each, pick, axis=0)
     flat = [v for samples in rows["samples_us"] for v in samples]
     return np.median(each, axis=0), (min(flat), max(flat))
 

@@ -46,10 +46,14 @@ def table(rows: Sequence[records.Row], source: str = "measured here"):
     """The frame that everything here takes: `records.frame` plus point, code_hash, units, region, boundary, source.
 
     Args:
-        rows: of any runs; those of `LAYER_ARMS` are left out (`m3cp.layer_shares` takes them).
+        rows: of any runs; those of `LAYER_ARMS` are left out (`m3cp.layer_shares` takes them). Of timed rows that share Point, node,
+            code, timed region and process the newest counts: it was asked for again.
         source: where they come from, in words, for legends: "measured here", "recorded", "synthetic", ...
     """
     rows = [row for row in rows if row.point.arm not in LAYER_ARMS]
+    keys = [(r.point, r.node, r.provenance.get("code_hash"), tuple(r.timed_region), r.process) for r in rows]
+    newest = {key: n for n, (key, row) in enumerate(zip(keys, rows, strict=True)) if row.status == "ok"}
+    rows = [row for n, (key, row) in enumerate(zip(keys, rows, strict=True)) if row.status != "ok" or newest[key] == n]
     data = records.frame(rows)
     data["point"] = [row.point for row in rows]
     data["code_hash"] = [row.provenance.get("code_hash", "unknown") for row in rows]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from m3cp.crossover import difference_draws
-from m3cp.frames import CHARGED, timed
+from m3cp.frames import CHARGED, missing, timed
 from m3cp.traffic import HIDDEN
 
 # What projecting the other ranks' heads too costs a layer, microseconds by world: measured by others on an H200 in the
@@ -114,7 +114,9 @@ def charges(frame, part, projections: Sequence[Projection], draws: int) -> list[
     first, rows = part.iloc[0], timed(frame)
     if first["queries"] != "replicated":
         return [(0.0, None, "", "")]
-    regions = rows[(rows["arm"] == first["arm"]) & (rows["queries"] == "replicated")]["region"]
+    alike = ("arm", "form", "exchange", "queries", "world", "node", "code_hash", "launch", "boundary")
+    own = np.logical_and.reduce([rows[n] == first[n] for n in alike if not missing(first[n])])
+    regions = rows[own]["region"]
     if any(stage in CHARGED for region in regions for stage in region):
         return [(0.0, None, "projection in the timed region", "Rows of replicated queries hold the projection of the other ranks' heads.")]
     ours, unused = find(projections, first)
@@ -126,7 +128,8 @@ def charges(frame, part, projections: Sequence[Projection], draws: int) -> list[
     else:
         us, note = published_us(int(first["world"]))
         found = [(us or 0.0, None, "projection not charged" if us is None else f"projection {us:g} µs (published)", note + unused)]
-    floors = rows[(rows["arm"] == "page_read") & (rows["distinct_bytes_read"] > 0) & (rows["node"] == first["node"])]
+    cold = rows["cache_state"] == "cold"  # weights come from memory; a warm read would make them cheaper than they are
+    floors = rows[(rows["arm"] == "page_read") & (rows["distinct_bytes_read"] > 0) & (rows["node"] == first["node"]) & cold]
     if len(floors):
         best = float((floors["distinct_bytes_read"] / floors["median_us"]).max())
         by_bytes = bytes_us(first["shape"], int(first["world"]), best)

@@ -75,7 +75,7 @@ class Row:
         provenance: hardware, clocks, versions, code hash, commit, environment, command, time, and `dirty`: whether the
             code on the measuring path differed from the commit's (None where nobody can say).
         error: first line of the failure or the reason to skip.
-        process: ordinal of the repeat in fresh processes, 0 for the first.
+        process: ordinal of the repeat in fresh processes, 0 for the first; what started them says it in `provenance`.
     """
 
     point: Point
@@ -111,6 +111,7 @@ class Row:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "process", self.process or self.provenance.get("process", 0))
         if self.status not in ("ok", "failed", "skipped"):
             raise ValueError(f"status={self.status!r}: must be one of ok, failed, skipped")
         if self.status == "ok" and not self.samples_us:
@@ -326,12 +327,13 @@ def frame(rows: list[Row]):
     return pandas.DataFrame.from_records(records)
 
 
-def measured(rows: Iterable[Row], code_hash: str, node: str, versions: Mapping[str, str]) -> set[Point]:
-    """Points that already have an ok row of this code, on this node, with these versions of what runs (`RUNTIME`)."""
+def measured(rows: Iterable[Row], code_hash: str, node: str, versions: Mapping[str, str], process: int = 0) -> set[Point]:
+    """Points that already have an ok row of this repeat and code, on this node, with these versions of what runs (`RUNTIME`)."""
     return {
         r.point
         for r in rows
         if r.status == "ok"
+        and r.process == process
         and r.node == node
         and r.provenance.get("code_hash") == code_hash
         and all(r.provenance.get("versions", {}).get(name) == versions.get(name) for name in RUNTIME)

@@ -377,7 +377,8 @@ def sure(found: Review) -> str:
         text = f"{judged(found, found.choices[0]).confidence:.0%} that this is the faster path over the traffic; {text}"
     if known:
         widest = max((a.high - a.low) / 2 / a.value for a in known)
-        text += f"; measured break-even is known to ±{max(1.0, 100 * widest):.0f}% (rounds within one process)"
+        within = "rounds and fresh processes" if pairs["processes"].max() > 1 else "rounds within one process"
+        text += f"; measured break-even is known to ±{max(1.0, 100 * widest):.0f}% ({within})"
     aims = [target for target in found.aims if target.met is not None]
     text += f"; the cost model meets {sum(t.met for t in aims)} of {len(aims)} of its aims"
     open_ = sum(target.undecided for target in found.aims)
@@ -387,8 +388,8 @@ def sure(found: Review) -> str:
         text += (
             f"; <b>{unsteady} of {len(pairs)} points are marked unsteady</b> (the floor moved by over 3% around them)"
         )
-    if pairs["processes"].max() == 1:
-        text += "; no point was repeated in a fresh process"
+    repeated = int((pairs["processes"] > 1).sum())
+    text += f"; {repeated or 'no'} point{'s were' if repeated > 1 else ' was'} repeated in a fresh process"
     return text + "."
 
 

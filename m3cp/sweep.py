@@ -25,13 +25,14 @@ from m3cp import compiled, doctor, ranks, records, traffic, trust
 from m3cp import grid as planning
 from m3cp.grid import Group, Plan
 from m3cp.ranks import WorkersFailed, launch
-from m3cp.shapes import Point, require
+from m3cp.shapes import Point, require, require_int
 
 ROOT = records.PACKAGE.parent
 WORKER = "m3cp.ranks"  # the module that every rank runs
 STARTS = 3  # of workers that end before their first group; after that the Points of so many ranks are given up
 COMPILE_S = 150.0  # at most, for kernels that are compiled before the ranks start
 SHOWN = 20  # Points that a table names
+MOST_PROCESSES = 100  # fresh starts that one command may ask for
 FAILED, NOT_MEASURED = 1, 2  # exit statuses beside 0: a Point failed or was not reached; nothing could be measured
 
 
@@ -64,13 +65,14 @@ def in_subprocess(
     device: str | None = None,
     out: Path | str | None = None,
     remeasure: bool = False,
+    processes: int = 1,
     minutes: float | None = None,
 ) -> list[records.Row]:
     """Sweep in a process of its own, as notebooks do: a stuck rank can't wedge the caller, who sees a bar of rows.
 
     Args:
         points: what to measure; what the run already holds is not measured again.
-        device, out, remeasure, minutes: as `main` takes them.
+        device, out, remeasure, processes, minutes: as `main` takes them.
 
     Returns:
         The newest row of each Point, failed and skipped ones included; Points that were not reached have none.
@@ -82,22 +84,23 @@ def in_subprocess(
 
     out = Path(out) if out else default_out(doctor.sweep_device(device))
     wanted = set(points)
+    rows_wanted = len(wanted) * processes
     with tempfile.TemporaryDirectory(prefix="m3cp-") as folder:
         grid, log = Path(folder) / "points.json", Path(folder) / "log"
         grid.write_text(json.dumps([p.to_dict() for p in points]))
         command = [sys.executable, "-m", "m3cp.sweep", str(grid), "--out", str(out)]
         command += [*(["--device", device] if device else []), *(["--remeasure"] if remeasure else [])]
-        command += ["--minutes", str(minutes)] if minutes else []
+        command += ["--processes", str(processes), *(["--minutes", str(minutes)] if minutes else [])]
         grown = records.Growth(out)
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-        with open(log, "wb") as file, tqdm(total=len(wanted), unit="point", mininterval=0.5) as bar:
+        with open(log, "wb") as file, tqdm(total=rows_wanted, unit="point", mininterval=0.5) as bar:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=env,
                 preexec_fn=functools.partial(ranks.die_with_parent, os.getpid()),
             )  # fmt: skip
             try:
                 while process.poll() is None:
-                    bar.update(min(grown.look(), len(wanted)) - bar.n)
+                    bar.update(min(grown.look(), rows_wanted) - bar.n)
                     time.sleep(0.3)
             finally:
                 if process.poll() is None:
@@ -109,7 +112,7 @@ def in_subprocess(
                 for r in (records.scan(out) if records.rows_files(out) else [])
                 if r.point in wanted and (r.status == "skipped" or r.provenance.get("code_hash") == code)
             }
-            bar.update(len(newest) - bar.n)
+            bar.update(len(newest) * processes - bar.n)
         said = [line for line in log.read_text(errors="replace").splitlines() if line.strip() and "point/s" not in line]
         print("\n".join(said))
         missing = len(wanted) - len(newest)
@@ -181,6 +184,7 @@ def main(
     device: str | None = None,
     worlds: Sequence[int] | None = None,
     remeasure: bool = False,
+    processes: int = 1,
     dry_run: bool = False,
     minutes: float | None = None,
     commit: str | None = None,
@@ -196,6 +200,8 @@ def main(
         device: "cuda", "cpu" or None for what the machine has.
         worlds: numbers of ranks; only these of a given grid. None is 1, 2, 4, 8 as far as the machine goes.
         remeasure: measure Points again that the run already holds.
+        processes: measure every Point in so many fresh starts of the ranks, one start after the other over the whole grid:
+            what a process draws anew (placement, the collectives' channels) moves a time by more than its rounds show.
         dry_run: print Points and an estimate, and measure nothing.
         minutes: stop cleanly after so long; what remains is listed.
         commit: of this code, where the copy that runs has no git history.
@@ -213,6 +219,7 @@ def main(
     began = time.monotonic()
     device = doctor.sweep_device(device)
     require("minutes", minutes, minutes is None or minutes > 0, "a positive number of minutes")
+    require_int("processes", processes, 1, MOST_PROCESSES)
     facts = job_facts(device)
     host = doctor.cpu()
     count = len(facts["devices"]) if device == "cuda" else host.cores
@@ -229,31 +236,38 @@ def main(
     provenance = {**doctor.provenance(), "code_hash": records.code_hash(), **git_state(commit)}
     provenance["command"] = "m3cp sweep" if grid is None else "m3cp sweep GRID"
     if dry_run:
+        if processes > 1:
+            print(f"in each of {processes} processes:")
         plan = plan_here(points, device, out, remeasure)
         announce(plan, device, out)
         return print_groups(plan, device)
+    deadline, statuses = None if minutes is None else began + minutes * 60, []
     with records.locked(out / rows) as held:
-        known, said = _known(out, set(points), facts["node"], provenance)
-        known = set() if remeasure else known
-        unknown = [p for p in points if p not in known]
-        refused = trust.refusals(unknown, facts["node"], count, out) if device == "cuda" else {}
-        plan = _plan([p for p in points if p not in refused], device, known)
-        plan.skipped |= refused
-        announce(plan, device, out)
-        if device == "cuda" and ahead:
-            limit_s = COMPILE_S if minutes is None else min(COMPILE_S, 30 * minutes)  # half of the time that was given
-            for problem in compiled.ahead(plan.points, limit_s)[1]:
-                print(f"not compiled ahead: {problem}")
-        new = {p: reason for p, reason in plan.skipped.items() if p not in said}
-        if new:
-            records.append(out / rows, *(records.Row(p, "skipped", p.arm, facts["node"], 0, error=reason) for p, reason in new.items()))
-        outcome = Outcome(plan.points, out / rows)
-        deadline = None if minutes is None else began + minutes * 60
-        job = {**facts, "out": str(out / rows), "provenance": provenance}
-        _measure(plan, outcome, job, deadline, held)
-        print(f"rows: {_near(out / rows)}")
-        print("\n".join(table(outcome, len(plan.measured), plan.skipped)))
-    return status(outcome, len(plan.measured), len(plan.skipped), in_time=minutes is not None)
+        for process in range(processes):
+            if processes > 1:
+                print(f"process {process + 1} of {processes}:", flush=True)
+            known, said = _known(out, set(points), facts["node"], provenance, process)
+            known = set() if remeasure else known
+            unknown = [p for p in points if p not in known]
+            refused = trust.refusals(unknown, facts["node"], count, out) if device == "cuda" else {}
+            plan = _plan([p for p in points if p not in refused], device, known)
+            plan.skipped |= refused
+            announce(plan, device, out)
+            if device == "cuda" and ahead:
+                limit_s = COMPILE_S if minutes is None else min(COMPILE_S, 30 * minutes)  # half of the time that was given
+                for problem in compiled.ahead(plan.points, limit_s)[1]:
+                    print(f"not compiled ahead: {problem}")
+            new = {p: reason for p, reason in plan.skipped.items() if p not in said}
+            if new:
+                records.append(out / rows, *(records.Row(p, "skipped", p.arm, facts["node"], 0, error=reason) for p, reason in new.items()))
+            outcome = Outcome(plan.points, out / rows)
+            again = {"process": process} if process else {}
+            job = {**facts, "out": str(out / rows), "provenance": provenance | again}
+            _measure(plan, outcome, job, deadline, held)
+            print(f"rows: {_near(out / rows)}")
+            print("\n".join(table(outcome, len(plan.measured), plan.skipped)))
+            statuses.append(status(outcome, len(plan.measured), len(plan.skipped), in_time=minutes is not None))
+    return FAILED if FAILED in statuses else min(statuses)
 
 
 def plan_here(points: Sequence[Point], device: str, out: Path, remeasure: bool) -> Plan:
@@ -280,8 +294,8 @@ def print_groups(plan: Plan, device: str) -> int:
     return 0
 
 
-def _known(out: Path, wanted: set[Point], node: str, provenance: Mapping[str, Any]) -> tuple[set[Point], set[Point]]:
-    """Of the wanted Points: those that the run holds, and those that it has skipped before."""
+def _known(out: Path, wanted: set[Point], node: str, provenance: Mapping[str, Any], process: int = 0) -> tuple[set[Point], set[Point]]:
+    """Of the wanted Points: those that the run holds of this repeat, and those that it has skipped before."""
     said: set[Point] = set()
 
     def rows() -> Iterable[records.Row]:
@@ -293,7 +307,7 @@ def _known(out: Path, wanted: set[Point], node: str, provenance: Mapping[str, An
 
     if not records.rows_files(out):
         return set(), said
-    return records.measured(rows(), provenance["code_hash"], node, provenance["versions"]), said
+    return records.measured(rows(), provenance["code_hash"], node, provenance["versions"], process), said
 
 
 class Outcome:
@@ -482,6 +496,7 @@ def _arguments(argv: Sequence[str] | None):
         help="numbers of ranks",
     )
     parser.add_argument("--remeasure", action="store_true", help="measure Points again that the run already holds")
+    parser.add_argument("--processes", type=int, default=1, help="measure every Point in so many fresh starts of the ranks")
     parser.add_argument("--dry-run", action="store_true", help="print Points and an estimate")
     parser.add_argument("--minutes", type=float, help="stop cleanly after so long")
     parser.add_argument("--commit", help="of this code, where the copy that runs has no git history")

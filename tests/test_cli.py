@@ -157,12 +157,12 @@ def measured(monkeypatch):
 
 def test_sweep_passes_its_options_on(measured):
     calls, _ = measured
-    words = ["--quick", "--out", "here", "--device", "cpu", "--world", "1,2", "--minutes", "3", "--remeasure"]
+    words = ["--quick", "--out", "here", "--device", "cpu", "--world", "1,2", "--minutes", "3", "--remeasure", "--processes", "3"]
     assert _run("sweep", "grid.yaml", *words, "--commit", "abc", "--dry-run").exit_code == 0
     assert calls == [
         dict(
             grid=Path("grid.yaml"), quick=True, out=Path("here"), device="cpu", worlds=[1, 2], remeasure=True,
-            dry_run=True, minutes=3.0, commit="abc",
+            processes=3, dry_run=True, minutes=3.0, commit="abc",
         )
     ]  # fmt: skip
     assert _run("sweep").exit_code == 0

@@ -272,6 +272,49 @@ def test_processes_widen_the_interval():
     assert three["ratio_high"] - three["ratio_low"] > 5 * (one["ratio_high"] - one["ratio_low"])
 
 
+def apart(row, process, us):
+    """The row in another process, where its call takes `us` more."""
+    return dataclasses.replace(row, process=process, samples_us=[s + us for s in row.samples_us])
+
+
+def test_what_processes_differ_by_is_in_every_interval_also_of_points_measured_once():
+    rng, inside, once, asked = RNG(7), 0, 0, 0
+    for seed in range(200):
+        rows = synthetic.rows(contexts=(16_384, 24_576, 32_768), batches=(8,), seed=seed, jitter=0.002)
+        made = []
+        for row in rows:
+            again = 1 if row.point.context_tokens == 32_768 else 3
+            made += [apart(row, p, rng.normal(0, 0.5) if row.point.arm == "cp" else 0.0) for p in range(again)]
+        found = crossover.pairs(frames.table(made), seed=seed)
+        for _, pair in found[found["arm"] == "cp"].iterrows():
+            points = {r.point.arm: r.point for r in rows if r.point.context_tokens == pair["context_tokens"]}
+            true = synthetic.truth_us(points["cp"], synthetic.CP) - synthetic.truth_us(points["tp"], synthetic.TP)
+            hit = pair["delta_low"] <= true <= pair["delta_high"]
+            assert pair["processes"] == (1 if pair["context_tokens"] == 32_768 else 3)
+            inside, asked, once = inside + hit, asked + 1, once + (hit and pair["processes"] == 1)
+    assert asked == 600 and 0.91 <= inside / asked <= 0.98 and 0.91 <= once / 200 <= 0.98
+
+
+def test_what_both_arms_share_in_a_process_is_no_difference():
+    rows = synthetic.rows(contexts=(16_384, 24_576), batches=(8,), jitter=0.001)
+    slow = [apart(row, p, us) for row in rows for p, us in enumerate((0.0, 2.0, -1.0))]
+    found = crossover.pairs(frames.table(slow))
+    assert (found["delta_high"] - found["delta_low"]).max() < 0.2
+
+
+def test_repeats_far_away_count_only_where_none_is_near():
+    near, far = (20.0, [1.0, 1.2]), (400.0, [10.0, 14.0, 18.0])
+    assert crossover.between_processes([near, far, (21.0, [1.1])], 25.0) == (pytest.approx(0.2 / math.sqrt(2)), 1)
+    assert crossover.between_processes([far, (21.0, [1.1])], 25.0) == (pytest.approx(4.0), 2)
+    assert crossover.between_processes([(21.0, [1.1])], 25.0) == (0.0, 0)
+
+
+def test_the_newest_of_rows_of_one_process_counts():
+    first, second = (synthetic.rows(contexts=(16_384,), batches=(8,), seed=s) for s in (1, 2))
+    frame = frames.table([*first, *second])
+    assert list(frame["median_us"]) == [r.median_us for r in second]
+
+
 # Break-even: every answer it can give.
 
 

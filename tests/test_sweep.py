@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from pathlib import Path
 
 import drivers
@@ -91,6 +92,25 @@ def test_a_second_run_measures_nothing_and_a_dry_run_says_so(run, capsys):
     status, said = run_main(capsys, grid=grid, out=folder, dry_run=True, remeasure=True)
     assert status == 0 and said.count(" ranks  ") == 4 and "about" in said and "minutes" in said
     assert len(records.load(folder)) == before
+
+
+def test_every_point_in_fresh_processes(tmp_path, capsys, monkeypatch):
+    grid = {**TINY, "worlds": [1, 2], "arms": ["tp", "cp"], "contexts": [3072]}
+    status, said = run_main(capsys, grid=grid, out=tmp_path, processes=2)
+    rows = records.load(tmp_path)
+    found = Counter((r.point, r.process) for r in rows)
+    points = {r.point for r in rows}
+    assert status == 0 and set(found) == {(p, n) for p in points for n in (0, 1)} and set(found.values()) == {1}
+    assert len({r.point.world for r in rows}) == 2 and "process 2 of 2:" in said
+    kept = [row for row in rows if (row.process, row.point.world) != (1, 2)]  # as a kill in the second process leaves it
+    (tmp_path / records.ROWS_FILE).unlink()
+    records.append(tmp_path, *kept)
+    status, said = run_main(capsys, grid=grid, out=tmp_path, processes=3)
+    rows = records.load(tmp_path)
+    assert status == 0 and Counter((r.point, r.process) for r in rows) == Counter({(p, n): 1 for p in points for n in (0, 1, 2)})
+    assert f"{len(points)} Points are there already" in said
+    with pytest.raises(ValueError, match="processes=0: must be 1 to 100"):
+        run_main(capsys, grid=grid, out=tmp_path, processes=0)
 
 
 def test_time_that_is_up_leaves_a_list(tmp_path, capsys):

@@ -135,6 +135,19 @@ def test_rows_that_hold_the_projection_are_charged_nothing_more():
     assert names[1:3] == ["CP one launch, replicated, projection in the timed region", "vLLM CP over collectives, gathered"]
 
 
+def test_rows_of_another_kind_that_hold_the_projection_do_not_end_the_charge():
+    held = planted(4096, 1, 9.0, "cp", queries="replicated", timed_region=["extra_projection", "decode"])
+    held = dataclasses.replace(held, point=held.point.replace(world=4))
+    names = [line.name for line in break_even_lines.measured_lines(frames.table([*paths_of(0.6), held]), 40)]
+    assert names[1:3] == [line.name for line in replicated(lines_of(0.6))]
+
+
+def test_a_warm_page_read_does_not_make_the_weights_cheaper():
+    plain, warm = lines_of(0.6), dataclasses.replace(planted(131_072, 8, 10.0, "page_read"), cache_state="warm")
+    with_warm = break_even_lines.measured_lines(frames.table([*paths_of(0.6), warm]), 40)
+    assert [line.name for line in with_warm] == [line.name for line in plain]
+
+
 def by_measure(lines):
     """The line that is charged as measured; the one by bytes stands beside it."""
     (line,) = (found for found in lines if "projection measured" in found.name)
