@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import drivers
 import numpy as np
 import pytest
 import synthetic
@@ -49,7 +50,8 @@ POINTS = [point(arm, 2) for arm in ("tp", "cp", *LAYER_ARMS)] + [
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layers") / "run"
-    assert sweep.main(grid=POINTS, device="cpu", out=folder) == 0
+    with drivers.forked():
+        assert sweep.main(grid=POINTS, device="cpu", out=folder) == 0
     return folder
 
 

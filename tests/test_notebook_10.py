@@ -1,11 +1,12 @@
 """The sweep notebook under papermill: typed parameters in, checked rows out, failures that can't exit 0 (P02, B06)."""
 
+import re
 import shutil
-import subprocess
-import sys
 
 import nbformat
+import notebook_cells
 import pytest
+import yaml
 
 from m3cp import notebook, records, sweep
 from m3cp.explore import State
@@ -57,22 +58,21 @@ def test_parameters_become_rows(measured):
     assert "max_context           0" in said  # the resolved table
 
 
-def test_a_state_of_the_explorer_becomes_its_rows(tmp_path, measured):
-    """Its Points are some of SMALL's, which the same run holds already: a Point of its own would be measured, and found there."""
+def test_a_state_of_the_explorer_becomes_its_rows(tmp_path, measured, capsys):
+    """Its Points are some of SMALL's, which the same run holds already: a Point of its own would be measured, and found there.
+
+    That papermill takes the exported file as it is, 20_crossover's test sees.
+    """
     run = tmp_path / "run"
     shutil.copytree(measured[1], run)
-    file = tmp_path / "state.yaml"
-    file.write_text(State("elsewhere", context_tokens=3072, batch=2, way="staged/collective", exchange_us=3.0).to_yaml())
-    given = [word for name, value in (("device", "cpu"), ("cache", "warm"), ("out", run)) for word in ("-r", name, str(value))]
-    command = [sys.executable, "-m", "papermill", "notebooks/10_sweep.ipynb", str(tmp_path / "out.ipynb"), "-f", str(file), *given, "--no-progress-bar"]
-    ended = subprocess.run(command, cwd=notebook.FOLDER.parent, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    rows, said = records.load(run), text(tmp_path / "out.ipynb")
-    assert [r.point for r in rows] == [r.point for r in records.load(measured[1])]
+    exported = yaml.safe_load(State("elsewhere", context_tokens=3072, batch=2, way="staged/collective", exchange_us=3.0).to_yaml())
+    names = notebook_cells.run("10_sweep", "resolve", "points", "measure", "summary", "complete", device="cpu", cache="warm", out=str(run), **exported)
+    said = capsys.readouterr().out
+    assert [r.point for r in records.load(run)] == [r.point for r in records.load(measured[1])]
     assert "4 Points on cpu" in said and "4 rows, every check passed" in said
-    assert {(r.point.arm, r.point.world) for r in rows if r.point.label in said} == {("tp", 2), ("cp", 2), ("page_read", 1), ("page_read", 2)}
-    with pytest.raises(notebook.NotebookFailed, match="batch=3"):
-        notebook.run_notebook("10_sweep", {"state": {"batch": 3}}, tmp_path / "out.ipynb", progress=False)
+    assert {(r.point.arm, r.point.world) for r in names["rows"]} == {("tp", 2), ("cp", 2), ("page_read", 1), ("page_read", 2)}
+    with pytest.raises(ValueError, match="batch=3"):
+        notebook_cells.run("10_sweep", "resolve", "points", state={"batch": 3})
 
 
 @pytest.mark.parametrize(
@@ -88,22 +88,16 @@ def test_a_misspelt_parameter_is_refused_before_anything_starts(tmp_path, given,
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"batches": ["four"]}, "batches.0=.*valid integer"),
-        ({"arms": ["tq"]}, "arms='tq'"),
-    ],
-)
-def test_bad_values_fail_the_notebook(tmp_path, given, words):
-    with pytest.raises(notebook.NotebookFailed, match=words):
-        notebook.run_notebook(
-            "10_sweep", {**SMALL, "out": str(tmp_path / "run"), **given}, tmp_path / "out.ipynb", progress=False
-        )
-    assert not (tmp_path / "run").exists()
+def test_bad_values_fail_the_notebook(tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(notebook.NotebookFailed, match="batches.0=.*valid integer"):
+        notebook.run_notebook("10_sweep", {**SMALL, "out": str(run), "batches": ["four"]}, tmp_path / "out.ipynb", progress=False)
+    with pytest.raises(ValueError, match="arms='tq'"):
+        notebook_cells.run("10_sweep", "resolve", "points", **{**SMALL, "out": str(run), "arms": ["tq"]})
+    assert not run.exists()
 
 
-def test_a_point_that_failed_fails_the_notebook_after_its_table(tmp_path, monkeypatch):
+def test_a_point_that_failed_fails_the_notebook_after_its_table(tmp_path, monkeypatch, capsys):
     """P02, B06: the sweep's process may end as it likes; rows decide."""
     stub = tmp_path / "stub" / "sitecustomize.py"
     stub.parent.mkdir()
@@ -115,15 +109,11 @@ def test_a_point_that_failed_fails_the_notebook_after_its_table(tmp_path, monkey
     )
     monkeypatch.setenv("PYTHONPATH", str(stub.parent))
     run = tmp_path / "run"
-    with pytest.raises(notebook.NotebookFailed, match="1 Points failed, 0 were not reached.*cache is constant"):
-        notebook.run_notebook(
-            "10_sweep",
-            {**SMALL, "worlds": [1], "arms": ["tp"], "out": str(run)},
-            tmp_path / "out.ipynb",
-            progress=False,
-        )
+    given = {**SMALL, "worlds": [1], "arms": ["tp"], "out": str(run)}
+    with pytest.raises(sweep.WorkersFailed, match="1 Points failed, 0 were not reached.*cache is constant"):
+        notebook_cells.run("10_sweep", "resolve", "points", "measure", "summary", "complete", **given)
     (row,) = records.load(run)
-    assert row.status == "failed" and "cache is constant" in text(tmp_path / "out.ipynb")
+    assert row.status == "failed" and re.search("failed .*cache is constant", capsys.readouterr().out), "the table comes first"
 
 
 POINT = Point(3072, 2, form="staged", max_context=4096, launch="eager")

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import nbformat
+import notebook_cells
 import pytest
 import synthetic
 
@@ -80,22 +81,12 @@ def test_a_misspelt_parameter_is_refused_before_anything_starts(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_misspelt_parameter_fails_past_the_driver_too(run, tmp_path):
-    import papermill
-
-    with pytest.raises(papermill.PapermillExecutionError, match="figurs.*extra inputs"):
-        papermill.execute_notebook(
-            str(NOTEBOOK),
-            str(tmp_path / "out.ipynb"),
-            parameters={"run": str(run), "figurs": "x"},
-            kernel_name="python3",
-            progress_bar=False,
-        )
-
-
-def test_a_state_with_a_typo_fails_the_notebook(run, tmp_path):
-    with pytest.raises(notebook.NotebookFailed, match="contexts.*context_tokens"):
-        notebook.run_notebook("20_crossover", {"run": str(run), "state": {"contexts": 8192}}, tmp_path / "out.ipynb", progress=False)
+@pytest.mark.parametrize(
+    ("given", "words"), [({"figurs": "x"}, "figurs.*extra inputs"), ({"state": {"contexts": 8192}}, "contexts.*context_tokens")], ids=str
+)
+def test_a_misspelt_parameter_and_a_state_with_a_typo_fail_past_the_driver_too(run, given, words):
+    with pytest.raises(ValueError, match=words):
+        notebook_cells.run("20_crossover", "resolve", run=str(run), **given)
 
 
 def test_the_page_is_the_notebook_without_what_is_static(tmp_path):

@@ -3,6 +3,7 @@
 import json
 
 import nbformat
+import notebook_cells
 import numpy as np
 import pytest
 import stored_figures
@@ -60,13 +61,8 @@ def test_it_runs_headless_and_ends_with_three_answers(run, tmp_path):
 
 def test_one_rank_has_nothing_to_share():
     """The notebook's own cells refuse it, before anything is drawn."""
-    cells = {c.id: c.source for c in nbformat.read(str(NOTEBOOK), as_version=4).cells}
-    names = {"__name__": "__main__"}
-    for cell in ("imports", "parameters"):
-        exec(cells[cell], names)
-    names["world"] = 1
     with pytest.raises(ValueError, match="world=1: input should be greater than or equal to 2"):
-        exec(cells["resolve"], names)
+        notebook_cells.run("01_walkthrough", "resolve", world=1)
 
 
 def test_the_toy_has_something_to_teach():
