@@ -135,21 +135,7 @@ def test_ten_kills_through_papermill(tmp_path):
     kills(tmp_path, ["driver", "kernel", "sweep", "rank", "driver", "kernel", "rank", "sweep", "driver", "kernel"], random.Random(3))
 
 
-def test_jobs_of_submitits_local_executor_fill_one_run(tmp_path):
-    grid, out = write(tmp_path, worlds=[1, 2]), tmp_path / "run"
-    options = dict(out=out, device="cpu", commit="unknown")
-    assert batch.on_cluster("local", grid, **options) == 0
-    points = set(planning.read_grid(grid, "cpu"))
-    rows = records.load(out)
-    assert {r.point for r in rows} == points and len(rows) == len(points) and {r.status for r in rows} == {"ok"}
-    assert len(records.rows_files(out)) == 2 and not (out / records.ROWS_FILE).exists()
-    assert (out / batch.JOBS_FOLDER).stat().st_mode & 0o777 == 0o700
-    assert rowformat.main(str(out), tmp_path / "run.parquet")[-1].startswith(f"{len(points)} rows in ")
-    assert batch.on_cluster("local", grid, **options) == 0
-    assert len(records.load(out)) == len(points)
-
-
-def test_a_job_that_dies_is_named_and_the_others_are_measured(tmp_path, capsys, monkeypatch):
+def test_a_job_that_dies_is_named_the_others_are_measured_and_the_same_call_fills_the_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(batch, "LOOK_S", 0.5)
     monkeypatch.setattr(batch, "LATE_S", 1.0)
     grid, out = write(tmp_path, contexts=[1024], worlds=[1, 2]), tmp_path / "run"
@@ -167,13 +153,22 @@ def test_a_job_that_dies_is_named_and_the_others_are_measured(tmp_path, capsys, 
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    assert batch.on_cluster("local", grid, out=out, device="cpu", commit="unknown") == sweep.FAILED
+    options = dict(out=out, device="cpu", commit="unknown")
+    assert batch.on_cluster("local", grid, **options) == sweep.FAILED
     killer.join()
     said = capsys.readouterr()
     words = f", job {killed[0]}: ended without a result; jobs/{killed[0]}_0_log.err ends with: "
     assert words in said.out and words in said.err
     points, other = set(planning.read_grid(grid, "cpu")), {r.point for r in records.load(out)}
     assert other and other < points and len({p.world for p in points - other}) == 1
+    assert batch.on_cluster("local", grid, **options) == 0
+    rows = records.load(out)
+    assert {r.point for r in rows} == points and len(rows) == len(points) and {r.status for r in rows} == {"ok"}
+    assert len(records.rows_files(out)) in (2, 3) and not (out / records.ROWS_FILE).exists(), "a file a job, also of the one that died where it has rows"
+    assert (out / batch.JOBS_FOLDER).stat().st_mode & 0o777 == 0o700
+    assert rowformat.main(str(out), tmp_path / "run.parquet")[-1].startswith(f"{len(points)} rows in ")
+    assert batch.on_cluster("local", grid, **options) == 0
+    assert len(records.load(out)) == len(points)
 
 
 @pytest.mark.slow  # seen to fail once on a loaded machine, before drivers asked their jobs again; not yet often enough since

@@ -1,5 +1,6 @@
 """Sweeps in which something breaks: the rank and the Point are named, the rest is measured, nothing is lost."""
 
+import functools
 import itertools
 import os
 import resource
@@ -114,14 +115,22 @@ def test_a_peer_that_is_gone_in_the_symmetric_exchange_is_named(tmp_path, peer, 
     assert rows["tp"].status == rows["page_read"].status == "ok"
 
 
-def test_two_drivers_on_one_folder(tmp_path):
-    out, logs = tmp_path / "run", [tmp_path / "log0", tmp_path / "log1"]
-    first = drivers.driver(GRID, out, logs[0], spoil=lambda rank: time.sleep(7))
+def test_two_drivers_on_one_folder(tmp_path, monkeypatch):
+    out, logs, go = tmp_path / "run", [tmp_path / "log0", tmp_path / "log1"], tmp_path / "go"
+
+    def waits(rank):
+        deadline = time.monotonic() + 60
+        while not go.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    first = drivers.driver(GRID, out, logs[0], spoil=waits)
     while not (out / records.ROWS_FILE).exists():
         time.sleep(0.01)
+    monkeypatch.setattr(records, "locked", functools.partial(records.locked, patience_s=0.2))
     second = drivers.driver(GRID, out, logs[1])
     assert second.wait() == sweep.NOT_MEASURED
     assert "rows.jsonl: another driver is writing there; wait for it, or give this one a folder" in logs[1].read_text()
+    go.touch()
     assert first.wait() == 0, logs[0].read_text()
     _, rows = drivers.check_rows(out / records.ROWS_FILE, b"")
     assert {r.point for r in rows} == set(POINTS)

@@ -96,7 +96,8 @@ def test_a_second_run_measures_nothing_and_a_dry_run_says_so(run, capsys):
 
 def test_every_point_in_fresh_processes(tmp_path, capsys, monkeypatch):
     grid = {**TINY, "worlds": [1, 2], "arms": ["tp", "cp"], "contexts": [3072]}
-    status, said = run_main(capsys, grid=grid, out=tmp_path, processes=2)
+    with drivers.forked():
+        status, said = run_main(capsys, grid=grid, out=tmp_path, processes=2)
     rows = records.load(tmp_path)
     found = Counter((r.point, r.process) for r in rows)
     points = {r.point for r in rows}
@@ -105,7 +106,8 @@ def test_every_point_in_fresh_processes(tmp_path, capsys, monkeypatch):
     kept = [row for row in rows if (row.process, row.point.world) != (1, 2)]  # as a kill in the second process leaves it
     (tmp_path / records.ROWS_FILE).unlink()
     records.append(tmp_path, *kept)
-    status, said = run_main(capsys, grid=grid, out=tmp_path, processes=3)
+    with drivers.forked():
+        status, said = run_main(capsys, grid=grid, out=tmp_path, processes=3)
     rows = records.load(tmp_path)
     assert status == 0 and Counter((r.point, r.process) for r in rows) == Counter({(p, n): 1 for p in points for n in (0, 1, 2)})
     assert f"{len(points)} Points are there already" in said
