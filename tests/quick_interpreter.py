@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -53,6 +54,41 @@ def know_types() -> None:
         return known[scalar.name]
 
     interpreter._get_np_dtype = quick
+
+
+def leave_out_lost_checks() -> None:
+    """Whether each addition overflows is computed for an assertion that the interpreter then leaves out, as it is not debugging."""
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def share_shapes() -> None:
+    """Make a shape's tuples and its product once; the interpreter makes them again, element by element, for every value and its type."""
+    make_type, make_tensor = tl.block_type.__init__, tl.core.tensor.__init__
+    types: dict[tuple, tuple] = {}
+    tensors: dict[tuple, tuple] = {}
+
+    def block_type(self, element_ty, shape):
+        sizes = tuple([getattr(size, "value", size) for size in shape])
+        if sizes in types:
+            self.element_ty = element_ty
+            self.shape, self.numel, words = types[sizes]
+            self.name = f"<{words}, {element_ty}>"
+        else:
+            make_type(self, element_ty, shape)
+            types[sizes] = (self.shape, self.numel, str(self.shape))
+
+    def tensor(self, handle, type):
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        if sizes in tensors:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = tensors[sizes]
+        else:
+            make_tensor(self, handle, type)
+            tensors[sizes] = (self.shape, self.numel)
+
+    tl.block_type.__init__, tl.core.tensor.__init__ = block_type, tensor
 
 
 def sort_in_numpy(monkeypatch) -> None:

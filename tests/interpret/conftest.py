@@ -18,6 +18,8 @@ def pytest_configure(config):
 
         quick_interpreter.patch_once_a_launch()
         quick_interpreter.know_types()
+        quick_interpreter.leave_out_lost_checks()
+        quick_interpreter.share_shapes()
 
 
 @pytest.fixture
