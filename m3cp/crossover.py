@@ -75,9 +75,9 @@ def verdict(low: float, high: float, same: float = 0.02) -> str:
 def pairs(frame, noise: float = 0.0, draws: int = 400, seed: int = 0):
     """Each CP row beside its TP baseline: times, the ratio TP / CP and the difference CP - TP with 95% intervals.
 
-    A CP arm meets the baseline of its own engine, in its own form where that was measured. Repeats in fresh processes
-    count once each. What CP - TP differs by between them is in the intervals of all pairs of their variant, those of
-    one process too (`between_processes`).
+    A CP arm meets the baseline of its own engine, in its own form where that was measured. Where points of a variant were
+    measured in several sittings, on machines of one name perhaps, each sitting counts once, else each fresh process. What
+    CP - TP differs by between these is in the intervals of all pairs of the variant, also of those measured once (`between`).
 
     Args:
         frame: of `table`.
@@ -121,17 +121,14 @@ def pairs(frame, noise: float = 0.0, draws: int = 400, seed: int = 0):
         same = set(tp["path"]) & set(cp["path"])
         if same:
             raise ValueError(f"{context}: both arms ran path {', '.join(map(repr, sorted(same)))}; nothing is compared")
-        t, tn = _pool(tp, draws, rng, noise)
-        c, cn = _pool(cp, draws, rng, noise)
-        tp_us, cp_us = float(tp["median_us"].median()), float(cp["median_us"].median())
+        tn, cn = ((min(map(min, rows["samples_us"])), max(map(max, rows["samples_us"]))) for rows in (tp, cp))
         cold = set(tp["cache_state"]) == {"cold"} and set(cp["cache_state"]) == {"cold"}
         lines.append(
             {
-                **dict(zip(PAIRED, key, strict=True)), **variant, "tp_us": tp_us, "cp_us": cp_us, "tp_low": tn[0], "tp_high": tn[1],
-                "cp_low": cn[0], "cp_high": cn[1], "ratio": tp_us / cp_us, "delta_us": cp_us - tp_us, "apart": _apart(tp, cp), "tp_draws": t,
+                **dict(zip(PAIRED, key, strict=True)), **variant, "tp": tp, "cp": cp, "tp_low": tn[0], "tp_high": tn[1], "cp_low": cn[0], "cp_high": cn[1],
                 "cache_state": "cold" if cold else "warm", "read": bool((tp["bytes_read"] > 0).all()),
                 "evicted": bool((tp["evict_us"].astype(float) > 0).any() or (cp["evict_us"].astype(float) > 0).any()),
-                "unsteady": bool(tp["unsteady"].any() or cp["unsteady"].any()), "processes": min(len(tp), len(cp)), "draws": c - t,
+                "unsteady": bool(tp["unsteady"].any() or cp["unsteady"].any()), "processes": min(len(tp), len(cp)),
                 "overlap_bf16": next((v for rows in (cp, tp) for v in rows["overlap_bf16"] if not missing(v)), None),
             }
         )  # fmt: skip
@@ -139,11 +136,18 @@ def pairs(frame, noise: float = 0.0, draws: int = 400, seed: int = 0):
     for line in lines:
         alike.setdefault(tuple(line[n] for n in (*VARIANT, *(n for n in PAIRED if n not in ("context_tokens", "batch", "mix")))), []).append(line)
     for group in alike.values():
+        unit = "sitting" if any(len(set(line["tp"]["sitting"]) & set(line["cp"]["sitting"])) > 1 for line in group) else "process"
+        apart = [_by_unit(line["cp"], unit) - _by_unit(line["tp"], unit) for line in group]
         for line in group:
-            deviation, freedom = between_processes([(other["cp_us"], other["apart"]) for other in group], line["cp_us"])
+            line["tp_us"], line["cp_us"] = (float(_by_unit(line[arm], unit).median()) for arm in ("tp", "cp"))
+            line["ratio"], line["delta_us"] = line["tp_us"] / line["cp_us"], line["cp_us"] - line["tp_us"]
+        for line, own in zip(group, apart, strict=True):
+            t, c = (_drawn(line[arm], unit, draws, rng, noise) for arm in ("tp", "cp"))
+            line["draws"] = c - t
+            deviation, freedom = between([(other["cp_us"], tuple(d.dropna())) for other, d in zip(group, apart, strict=True)], line["cp_us"])
             if freedom:
-                line["draws"] = line["draws"] + deviation / math.sqrt(line["processes"]) * rng.standard_t(freedom, draws)
-            ratio = line["tp_draws"] / (line["tp_draws"] + line["draws"])
+                line["draws"] = line["draws"] + deviation / math.sqrt(max(1, own.count())) * rng.standard_t(freedom, draws)
+            ratio = t / (t + line["draws"])
             line["ratio_low"], line["ratio_high"] = (float(v) for v in np.percentile(ratio, [2.5, 97.5]))
             line["delta_low"], line["delta_high"] = (float(v) for v in np.percentile(line["draws"], [2.5, 97.5]))
             line["verdict"] = verdict(line["ratio_low"], line["ratio_high"])
@@ -152,14 +156,14 @@ def pairs(frame, noise: float = 0.0, draws: int = 400, seed: int = 0):
     return pandas.DataFrame.from_records(lines, columns=columns)
 
 
-def between_processes(measured: Sequence[tuple[float, Sequence[float]]], us: float) -> tuple[float, int]:
-    """What one process's CP - TP deviates by from another's: (standard deviation in microseconds, its degrees of freedom).
+def between(measured: Sequence[tuple[float, Sequence[float]]], us: float) -> tuple[float, int]:
+    """What CP - TP deviates by from one process or sitting to another: (standard deviation in microseconds, its degrees of freedom).
 
     Pooled over the repeated points of a variant whose CP calls take between half and twice `us`, over all of them where
     none does: small calls differ by what a process draws anew, large ones by a share of their time. (0, 0) without repeats.
 
     Args:
-        measured: of each point, CP's microseconds and its CP - TP in each process that timed both.
+        measured: of each point, CP's microseconds and its CP - TP in each process or sitting that timed both.
     """
     repeated = [(cp_us, apart) for cp_us, apart in measured if len(apart) > 1]
     near = [apart for cp_us, apart in repeated if us / 2 <= cp_us <= 2 * us] or [apart for _, apart in repeated]
@@ -167,17 +171,16 @@ def between_processes(measured: Sequence[tuple[float, Sequence[float]]], us: flo
     return (math.sqrt(sum((len(a) - 1) * float(np.var(a, ddof=1)) for a in near) / freedom), freedom) if freedom else (0.0, 0)
 
 
-def _apart(tp, cp) -> list[float]:
-    """CP - TP of each process that timed both, its newest rows."""
-    by_process = [dict(zip(rows["process"], rows["median_us"], strict=True)) for rows in (tp, cp)]
-    return [float(us - by_process[0][process]) for process, us in by_process[1].items() if process in by_process[0]]
+def _by_unit(rows, unit: str):
+    """Microseconds of each process or sitting, a Series by its name: the median of its rows."""
+    return rows.groupby(unit)["median_us"].median()
 
 
-def _pool(rows, draws: int, rng: np.random.Generator, noise: float) -> tuple[np.ndarray, tuple[float, float]]:
-    """Draws of the median over a point's processes, of each by its rounds, and the range of all samples."""
+def _drawn(rows, unit: str, draws: int, rng: np.random.Generator, noise: float) -> np.ndarray:
+    """Draws of the median over processes or sittings, of each row by its rounds, `[draws]`."""
     each = np.stack([median_draws(samples, draws, rng, noise) for samples in rows["samples_us"]])
-    flat = [v for samples in rows["samples_us"] for v in samples]
-    return np.median(each, axis=0), (min(flat), max(flat))
+    names = rows[unit].to_numpy()
+    return np.median([np.median(each[names == name], axis=0) for name in dict.fromkeys(names)], axis=0)
 
 
 @dataclass(frozen=True)

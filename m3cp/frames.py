@@ -6,10 +6,13 @@ where it is used.
 
 from __future__ import annotations
 
+import bisect
 import csv
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from m3cp.shapes import LAYER_ARMS, IndexerShape, Point
 ROOT = records.PACKAGE.parent
 
 MIB = 2**20
+PAUSE_S = 1800.0  # between rows, and they are of two sittings
 
 # What the timed region may hold without being another experiment; anything else ("attention", a projection, a
 # surrounding layer) moves the boundary, and rows with different boundaries never meet in a fit or a plot.
@@ -43,7 +47,7 @@ def boundary(timed_region: Sequence[str]) -> str:
 
 
 def table(rows: Sequence[records.Row], source: str = "measured here"):
-    """The frame that everything here takes: `records.frame` plus point, code_hash, units, region, boundary, source.
+    """The frame that everything here takes: `records.frame` plus point, code_hash, commit, sitting, units, region, boundary, source.
 
     Args:
         rows: of any runs; those of `LAYER_ARMS` are left out (`m3cp.layer_shares` takes them). Of timed rows that share Point, node,
@@ -59,6 +63,7 @@ def table(rows: Sequence[records.Row], source: str = "measured here"):
     data["code_hash"] = [row.provenance.get("code_hash", "unknown") for row in rows]
     data["units"] = [_units(row) for row in rows]
     data["commit"] = [row.provenance.get("commit", "unknown") for row in rows]
+    data["sitting"] = _sittings(rows)
     data["region"] = [tuple(row.timed_region) for row in rows]
     data["boundary"] = [boundary(row.timed_region) for row in rows]
     data["overlap_bf16"] = [row.extra.get("overlap_bf16") for row in rows]
@@ -71,6 +76,15 @@ def table(rows: Sequence[records.Row], source: str = "measured here"):
         mine = (data["node"] == node) & (data["status"] == "ok")
         data.loc[mine, "limit_us"] = data.loc[mine, "distinct_bytes_read"] / best
     return data
+
+
+def _sittings(rows: Sequence[records.Row]) -> list[int]:
+    """Of each row the ordinal of its sitting: rows without a pause longer than PAUSE_S. Another one may be on another machine of the name."""
+    times = [row.provenance.get("time_utc") for row in rows]
+    seconds = [datetime.fromisoformat(t).timestamp() if t else 0.0 for t in times]
+    known = sorted(set(seconds))
+    ends = [b for a, b in itertools.pairwise(known) if b - a > PAUSE_S]
+    return [bisect.bisect_right(ends, at) for at in seconds]
 
 
 def overlap_words(rows) -> str:

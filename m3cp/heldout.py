@@ -218,7 +218,7 @@ def targets(comparison: Comparison, terms: Sequence[str] = ALL_TERMS) -> list[Ta
 
     Break-even is judged where its measured neighbours lie within a factor of two: further apart, the interpolated value
     is no better known than the modelled one. Points and lines that the measurement can't judge (`undecided`) count neither
-    as met nor as missed.
+    as met nor as missed; the note counts all points, with how many of them those are.
     """
     models, found = tuple(fit_model(fittable(arm), terms) for arm in arm_frames(comparison)), []
     for model in models:
@@ -232,13 +232,13 @@ def targets(comparison: Comparison, terms: Sequence[str] = ALL_TERMS) -> list[Ta
     ):
         share = ((rows[f"{kind}_us"] - rows["measured_us"]).abs() / rows["allowed_us"]).astype(float)  # a frame without rows has none
         known, open_ = np.isfinite(share), rows[f"{kind}_undecided"].astype(bool)
-        share, left = share[known & ~open_], int((known & open_).sum())
-        if len(share) or left:
-            worst = float(share.max()) if len(share) else math.nan
-            judged = None if name.endswith("range") or not len(share) else worst <= 1.0
-            note = f"{int((share <= 1).sum())} of {len(share)} points within" + (f"; {left} {UNDECIDED}" if left else "")
+        decided, left = share[known & ~open_], int((known & open_).sum())
+        if known.any():
+            worst = float(decided.max()) if len(decided) else math.nan
+            judged = None if name.endswith("range") or not len(decided) else worst <= 1.0
+            note = f"{int((share <= 1).sum())} of {int(known.sum())} points within" + (f"; {left} of all {UNDECIDED}" if left else "")
             note += ", extrapolated" if name.endswith("range") else ""
-            found.append(Target(f"CP - TP near break-even, {name}: worst error over what is allowed", worst, 1.0, judged, note, not len(share)))
+            found.append(Target(f"CP - TP near break-even, {name}: worst error over what is allowed", worst, 1.0, judged, note, not len(decided)))
     modelled = {a.at: a for a in break_even_model(*models, sorted(set(comparison.pairs["batch"])), draws=50)}
     for answer in comparison.measured:
         if answer.value and modelled[answer.at].value and answer.answer == "crosses":
@@ -295,11 +295,10 @@ def tables(loaded: Any, found: Sequence[Comparison]) -> list[str]:
         name = "/".join(str(first[k]) for k in ("arm", "form", "exchange", "queries") if isinstance(first[k], str))
         points = [next((t.note for t in aims if kind in t.name), "-") for kind in (", in sample:", ", context held out:")]
         lines_of = [t for t in aims if t.name.startswith("break-even")]
-        judged = [t for t in lines_of if t.met is not None]
-        met = f"{sum(t.met for t in judged)} of {len(judged)} batches, worst {max(t.value for t in judged):.0%}" if judged else "none judged"
-        open_ = sum(t.undecided for t in lines_of)
-        sparse = len(lines_of) - len(judged) - open_
-        met += (f"; {open_} {UNDECIDED}" if open_ else "") + (f"; {sparse} measured too sparsely to judge" if sparse else "")
+        close = [t for t in lines_of if t.met is not None or t.undecided]
+        met = f"{sum(t.value <= t.allowed for t in close)} of {len(close)} batches within, worst {max(t.value for t in close):.0%}" if close else "none judged"
+        open_, sparse = sum(t.undecided for t in close), len(lines_of) - len(close)
+        met += (f"; {open_} of all {UNDECIDED}" if open_ else "") + (f"; {sparse} measured too sparsely to judge" if sparse else "")
         lines.append(f"| {name} P={first['world']} {first['dtype']} | {' | '.join(points)} | {met} |")
     return lines
 

@@ -65,7 +65,7 @@ class Aim:
 
 
 def _rows(frame: Any) -> Any:
-    """The rows of the aims' own protocol, all of one grid bound: that at which most of them were measured."""
+    """The rows of the aims' own protocol, all of one grid bound and one sitting: those of which most of them are."""
     rows = frames.timed(frame)
     same = {"mix": "uniform", "dtype": "bf16", "query_len": 1, "cache": "cold", "launch": "graph", "node": NODE, "rows_padded": 0, "shared_prefix_tokens": 0, "boundary": ""}
     for name, value in same.items():
@@ -75,8 +75,11 @@ def _rows(frame: Any) -> Any:
     require("frame", f"{len(rows)} rows", len(rows) > 0, f"rows of {NODE}, bf16, cold caches, graphs, at one of the aims' shapes")
     shown = rows[(rows["form"] == "one_launch") | rows["arm"].str.startswith("vllm")]
     require("frame", f"{len(shown)} rows", len(shown) > 0, "rows of form one_launch or of vLLM's kernels at the aims' shapes")
-    kinds = shown.drop_duplicates(["max_context", "context_tokens", "batch", *crossover.VARIANT])
-    return rows[rows["max_context"] == kinds["max_context"].value_counts().idxmax()]
+    for name in ("max_context", "sitting"):
+        kinds = shown.drop_duplicates([name, "context_tokens", "batch", *crossover.VARIANT])
+        most = kinds[name].value_counts().idxmax()
+        rows, shown = (part[part[name] == most] for part in (rows, shown))
+    return rows
 
 
 def _pick(rows: Any, context: int, batch: int, world: int = WORLD, **fields: Any) -> Any | None:

@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 OURS = ("tp", "cp", "cp_local")  # arms whose GPU kernels' steps are known; an engine's and a CPU's are not
 CHUNK_BLOCKS = 256  # blocks that a program of the staged form or of the second launch chooses from at once
-# Programs that score in a compute unit of an H200, and blocks that each holds before it must finish one to take the next. Calls got
-# dearer where programs took a third (LOG.md, 2026-11-30); vLLM's CP holds as many blocks, two programs of four.
+# Programs that score in a compute unit of an H200, and blocks that each holds before it must finish one to take the next. Calls get
+# dearer where programs take a third (LOG.md, 2026-11-30).
 PROGRAMS_PER_UNIT, BLOCKS_HELD = 4, 2
 # vLLM's launch geometry. TP: programs that its scoring aims at, pieces of a request at most (TARGET_GRID, MAX_NUM_KV_CHUNKS). CP:
-# blocks a program (DECODE_SCORE_MIN_BLOCKS as a power of two; more beyond 49,152 blocks of batch times bound).
-VLLM_TP_GRID, VLLM_TP_PIECES, VLLM_CP_BLOCKS = 4096, 256, 4
+# blocks a program (DECODE_SCORE_MIN_BLOCKS as a power of two; more beyond 49,152 blocks of batch times bound), and programs that a
+# compute unit holds: its calls jump where programs must wait for others to end, between 1,536 and 2,048 blocks (LOG.md, 2026-11-30).
+VLLM_TP_GRID, VLLM_TP_PIECES, VLLM_CP_BLOCKS, VLLM_CP_PROGRAMS = 4096, 256, 4, 3
 
 
 class Load(NamedTuple):
@@ -93,6 +94,8 @@ def _steps(load: Load, k: Kernels) -> float:
 
 
 def _refill(load: Load, k: Kernels) -> float:
+    if k.choice == "unknown":  # vLLM's CP
+        return float(load.blocks > VLLM_CP_PROGRAMS * VLLM_CP_BLOCKS * k.units)
     return min(1.0, max(0.0, load.blocks / (PROGRAMS_PER_UNIT * k.units) - BLOCKS_HELD))
 
 
@@ -142,7 +145,7 @@ TERMS: dict[str, Term] = {
     "over256": _over(256),
     "refill": Term(
         "us", "reading keys: the share of programs that take more blocks than they hold at once", _refill,
-        lambda arm, k: k.units > 0,
+        lambda arm, k: k.units > 0 and (arm in OURS or arm == "vllm_cp"),
     ),
     "ramp": Term(
         "us", "what small reads lose before bandwidth is reached", lambda load, k: load.mb / (load.mb + k.ramp_mb),
