@@ -30,16 +30,16 @@ def objections(rows: Sequence[records.Row]) -> list[str]:
     Args:
         rows: of one run, in order.
     """
-    ok = [row for row in rows if row.status == "ok"]
+    ok, ran = [row for row in rows if row.status == "ok"], [row for row in rows if row.status != "skipped"]  # what was skipped, no code ran
     found = [] if ok else ["no row has a time"]
     for what, values in (
         ("machines", [row.node for row in rows]),
-        ("code versions (code_hash)", [row.provenance.get("code_hash", "unknown") for row in rows]),
+        ("code versions (code_hash)", [row.provenance.get("code_hash", "unknown") for row in ran]),
     ):
         if len(set(values)) > 1:
             counts = ", ".join(f"{value} ({n} rows)" for value, n in Counter(values).items())
             found.append(f"rows of several {what}: {counts}; sweep each into a run of its own (`m3cp sweep --out`)")
-    unknown = sum(row.provenance.get("code_hash", "unknown") == "unknown" for row in rows)
+    unknown = sum(row.provenance.get("code_hash", "unknown") == "unknown" for row in ran)
     if unknown:
         found.append(f"{unknown} rows do not say which code measured them (provenance.code_hash)")
     dirty = sum(row.provenance.get("dirty") is True and not _as_committed(row) for row in rows)
@@ -143,7 +143,7 @@ def _told(rows: Sequence[records.Row], name: str, target: Path, stale: Sequence[
     ok = [row for row in rows if row.status == "ok"]
     worlds = sorted({row.point.world for row in ok if row.point.arm.endswith("cp")})
     lines = [
-        f"{name}: {rows[0].node}, code {rows[0].provenance['code_hash']}, {len(rows)} rows "
+        f"{name}: {rows[0].node}, code {ok[0].provenance['code_hash']}, {len(rows)} rows "
         f"({', '.join(f'{n} {status}' for status, n in counts.items())}), in {target}"
     ]
     lines.append(
@@ -154,7 +154,7 @@ def _told(rows: Sequence[records.Row], name: str, target: Path, stale: Sequence[
         lines.append(
             f"  {unsteady} of {len(ok)} timed rows are unsteady: the page-read probe drifted by over 3% around them"
         )
-    if any(row.provenance.get("dirty") is None for row in rows):
+    if any(row.provenance.get("dirty") is None for row in ok):
         lines.append("  whether the code had uncommitted changes is not known (measured without git)")
     lines += [f"  removed {path.name}, made from the rows that were here" for path in stale]
     return lines + [f"  next: m3cp report --node {name}, m3cp policy {name}, m3cp fit {name}"]

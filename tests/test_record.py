@@ -169,3 +169,10 @@ def test_the_command_refuses_in_words(tmp_path):
     assert done.exit_code == 1 and "m3cp record:" in done.output and "Traceback" not in done.output
     done = CliRunner().invoke(cli.app, ["record", "x"], prog_name="m3cp")
     assert done.exit_code == 2 and "--as" in done.output
+
+
+def test_rows_that_were_skipped_do_not_keep_a_run_from_being_recorded(root, good):
+    """A sweep appends what this machine can't run with a reason and nothing else: no code ran."""
+    skipped = records.Row(good[0].point.replace(arm="vllm_tp", form=None), "skipped", "vllm_tp", good[0].node, 0, error="no such kernels here")
+    write(root, [skipped, *good], "some")
+    assert "8 ok" in "\n".join(recording.record("some", "some", root=root)) and recording.objections([skipped]) == ["no row has a time"]
