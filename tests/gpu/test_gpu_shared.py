@@ -17,7 +17,7 @@ import pytest
 
 LAYERS = 6  # of a step: turns make each call slower by a thousand times
 ONLY = ["small cp", "large cp/one_launch/symmetric/gathered 50000"]
-MINUTES = 1.0
+MINUTES = {4: 1.0, 8: 2.5}  # of ranks: 32 legs, of which 22 were reached in 0.7 minutes by eight ranks on two GPUs
 
 
 def stress_shared(ranks: int, minutes: float, out: Path, only=ONLY) -> int:
@@ -37,7 +37,7 @@ def stress_shared(ranks: int, minutes: float, out: Path, only=ONLY) -> int:
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_ranks_that_share_a_gpu_choose_right(ranks, tmp_path):
     out = tmp_path / "stress.json"
-    assert stress_shared(ranks, MINUTES, out) == 0
+    assert stress_shared(ranks, MINUTES[ranks], out) == 0
     legs = json.loads(out.read_text())["legs"]
     assert all(leg["launches"] for leg in legs), [leg["leg"] for leg in legs if not leg["launches"]]
     assert sum(leg["exchanging"] for leg in legs) > 100
