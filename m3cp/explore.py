@@ -482,7 +482,8 @@ class Explorer:
         self._planes: dict[tuple, tuple[Plane, Asked]] = {}
 
     def start(self, state: State | None = None) -> State:
-        """The state to open with: the one given, which must name a node that is here, or the first node's headline.
+        """The state to open with: the one given, which must name a node that is here, or the headline of the first node
+        that has CP beside TP (one GPU alone has not).
 
         Raises:
             ValueError: a node that is not here.
@@ -490,7 +491,8 @@ class Explorer:
         if state is not None and state.node:
             require("node", state.node, state.node in self.nodes, f"one of {', '.join(self.nodes)}")
             return state
-        first = next(iter(self.nodes.values()))
+        every = list(self.nodes.values())
+        first = next((node for node in every if node.comparisons), every[0])
         return first.within(first.nearest(state or State()))
 
     def options(self, state: State) -> dict[str, list[tuple[str, Any]]]:

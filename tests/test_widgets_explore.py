@@ -232,6 +232,14 @@ def test_opening_at_a_node_that_is_not_here():
     assert explorer().start() == dataclasses.replace(State("node"), way="staged/collective")
 
 
+def test_one_gpu_alone_opens_at_the_node_that_has_an_answer():
+    rows = frames.table([r for r in synthetic.rows() if r.point.arm == "tp"], source="measured here")
+    alone = Node("alone", "measured here", "one GPU", lambda: (rows, []))
+    both = Explorer([alone, explorer().nodes["node"]])
+    assert both.start().node == "node" and both.start(State("alone")).node == "alone"
+    assert Explorer([alone]).start().node == "alone"
+
+
 def test_it_opens_inside_what_was_measured():
     """A CPU's rows end at few tokens and two requests: the first picture is of them, not of a hundredfold extrapolation."""
     rows = frames.table(synthetic.rows(contexts=(3072, 4096, 6144), batches=(1, 2), noise=0.01), source="recorded")
