@@ -17,7 +17,7 @@ import pytest
 
 LAYERS = 6  # of a step: turns make each call slower by a thousand times
 ONLY = ["small cp", "large cp/one_launch/symmetric/gathered 50000"]
-MINUTES = {4: 1.0, 8: 2.5}  # of ranks: 32 legs, of which 22 were reached in 0.7 minutes by eight ranks on two GPUs
+MINUTES = {4: 1.0, 8: 2.5}  # of ranks; with set-up and compiling 100 and 200 s on one H200
 
 
 def stress_shared(ranks: int, minutes: float, out: Path, only=ONLY) -> int:
@@ -34,7 +34,7 @@ def stress_shared(ranks: int, minutes: float, out: Path, only=ONLY) -> int:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_ranks_that_share_a_gpu_choose_right(ranks, tmp_path):
     out = tmp_path / "stress.json"
     assert stress_shared(ranks, MINUTES[ranks], out) == 0
