@@ -65,7 +65,7 @@ def from_comparisons(
             pandas.concat(frames, ignore_index=True)
             for frames in zip(*(crossover.arm_frames(c) for c in parts), strict=True)
         ]
-        arms = [a[~a["point"].map(str).duplicated() | (a["process"] > 0)] for a in arms]
+        arms = [a[~a.assign(point=a["point"].map(str)).duplicated(["point", "process"])] for a in arms]
         arms = [
             a[(a["bytes_read"] > 0) & (a["cache_state"] == "cold" if (a["cache_state"] == "cold").any() else True)]
             for a in arms

@@ -38,6 +38,12 @@ class MeasuredLine:
         """The fields of `VARIANT`."""
         return {name: self.pairs[name].iloc[0] for name in VARIANT}
 
+    @property
+    def first(self) -> Any:
+        """A pair that tells node, P and caches: one that reads keys, since a row that reads none is warm whatever was asked for."""
+        read = self.pairs[self.pairs["read"]]
+        return (read if len(read) else self.pairs).iloc[0]
+
     def measured(self, batch: float) -> tuple[int, int]:
         """The shortest and the longest context measured at a batch, tokens."""
         mine = self.pairs[self.pairs["batch"] == batch]["context_tokens"]
@@ -106,7 +112,7 @@ def line_table(lines: Sequence[MeasuredLine]) -> tuple[list[str], list[list[str]
         ValueError: no line.
     """
     require("lines", lines, len(lines) > 0, "at least one: a CP row that meets a TP row")
-    first = lines[0].pairs.iloc[0]
+    first = lines[0].first
     rows = [
         [f"{batch:.0f}", *(next((line.cell(a) for a in line.answers if a.at == batch), "not measured") for line in lines)]
         for batch in sorted({answer.at for line in lines for answer in line.answers})

@@ -76,8 +76,9 @@ def pairs(frame, noise: float = 0.0, draws: int = 400, seed: int = 0):
     """Each CP row beside its TP baseline: times, the ratio TP / CP and the difference CP - TP with 95% intervals.
 
     A CP arm meets the baseline of its own engine, in its own form where that was measured. Where points of a variant were
-    measured in several sittings, on machines of one name perhaps, each sitting counts once, else each fresh process. What
-    CP - TP differs by between these is in the intervals of all pairs of the variant, also of those measured once (`between`).
+    measured in several sittings, on machines of one name perhaps, each sitting counts once, else each fresh process, and only
+    those that timed both arms. What CP - TP differs by between these, all points of one together and each alone, is in the
+    draws of all pairs of the variant, also of those measured once (`between`). Arms that were never timed together: UNDECIDED.
 
     Args:
         frame: of `table`.
@@ -128,7 +129,7 @@ def pairs(frame, noise: float = 0.0, draws: int = 400, seed: int = 0):
                 **dict(zip(PAIRED, key, strict=True)), **variant, "tp": tp, "cp": cp, "tp_low": tn[0], "tp_high": tn[1], "cp_low": cn[0], "cp_high": cn[1],
                 "cache_state": "cold" if cold else "warm", "read": bool((tp["bytes_read"] > 0).all()),
                 "evicted": bool((tp["evict_us"].astype(float) > 0).any() or (cp["evict_us"].astype(float) > 0).any()),
-                "unsteady": bool(tp["unsteady"].any() or cp["unsteady"].any()), "processes": min(len(tp), len(cp)),
+                "unsteady": bool(tp["unsteady"].any() or cp["unsteady"].any()),
                 "overlap_bf16": next((v for rows in (cp, tp) for v in rows["overlap_bf16"] if not missing(v)), None),
             }
         )  # fmt: skip
@@ -136,51 +137,90 @@ def pairs(frame, noise: float = 0.0, draws: int = 400, seed: int = 0):
     for line in lines:
         alike.setdefault(tuple(line[n] for n in (*VARIANT, *(n for n in PAIRED if n not in ("context_tokens", "batch", "mix")))), []).append(line)
     for group in alike.values():
-        unit = "sitting" if any(len(set(line["tp"]["sitting"]) & set(line["cp"]["sitting"])) > 1 for line in group) else "process"
-        apart = [_by_unit(line["cp"], unit) - _by_unit(line["tp"], unit) for line in group]
-        for line in group:
-            line["tp_us"], line["cp_us"] = (float(_by_unit(line[arm], unit).median()) for arm in ("tp", "cp"))
-            line["ratio"], line["delta_us"] = line["tp_us"] / line["cp_us"], line["cp_us"] - line["tp_us"]
-        for line, own in zip(group, apart, strict=True):
-            t, c = (_drawn(line[arm], unit, draws, rng, noise) for arm in ("tp", "cp"))
-            line["draws"] = c - t
-            deviation, freedom = between([(other["cp_us"], tuple(d.dropna())) for other, d in zip(group, apart, strict=True)], line["cp_us"])
-            if freedom:
-                line["draws"] = line["draws"] + deviation / math.sqrt(max(1, own.count())) * rng.standard_t(freedom, draws)
-            ratio = t / (t + line["draws"])
-            line["ratio_low"], line["ratio_high"] = (float(v) for v in np.percentile(ratio, [2.5, 97.5]))
-            line["delta_low"], line["delta_high"] = (float(v) for v in np.percentile(line["draws"], [2.5, 97.5]))
-            line["verdict"] = verdict(line["ratio_low"], line["ratio_high"])
+        _widen(group, draws, rng, noise)
     columns = [*PAIRED, *VARIANT, "tp_us", "cp_us", "tp_low", "tp_high", "cp_low", "cp_high", "ratio", "ratio_low", "ratio_high",
                "delta_us", "delta_low", "delta_high", "verdict", "cache_state", "read", "evicted", "unsteady", "processes", "draws", "overlap_bf16"]  # fmt: skip
     return pandas.DataFrame.from_records(lines, columns=columns)
 
 
-def between(measured: Sequence[tuple[float, Sequence[float]]], us: float) -> tuple[float, int]:
-    """What CP - TP deviates by from one process or sitting to another: (standard deviation in microseconds, its degrees of freedom).
+def _widen(group: Sequence[dict[str, Any]], draws: int, rng: np.random.Generator, noise: float) -> None:
+    """Fill in the figures of pairs of one variant from their rows, "tp" and "cp": medians over the units that timed both arms,
+    and draws that hold what units differ by."""
+    unit = _unit(group)
+    apart = [_by_unit(line["cp"], unit).sub(_by_unit(line["tp"], unit)).dropna() for line in group]
+    for line, own in zip(group, apart, strict=True):
+        if len(own):
+            for arm in ("tp", "cp"):
+                line[arm] = line[arm][[key in own.index for key in _keys(line[arm], unit)]]
+        line["tp_us"], line["cp_us"] = (float(_by_unit(line[arm], unit).median()) for arm in ("tp", "cp"))
+        line["ratio"], line["delta_us"] = line["tp_us"] / line["cp_us"], line["cp_us"] - line["tp_us"]
+        line["processes"] = len(set(_keys(line["tp"], PROCESS)) & set(_keys(line["cp"], PROCESS)))
+    shared: dict[int, np.ndarray] = {}  # one draw of what all points of a unit share
+    for line, own in zip(group, apart, strict=True):
+        t, c = (_drawn(line[arm], unit, draws, rng, noise) for arm in ("tp", "cp"))
+        line["draws"] = c - t
+        common, units, alone, freedom = between([(other["cp_us"], d) for other, d in zip(group, apart, strict=True)], line["cp_us"])
+        if units:
+            shared.setdefault(units, rng.standard_t(units, draws))
+            line["draws"] = line["draws"] + common / math.sqrt(max(1, len(own))) * shared[units]
+        if freedom:
+            line["draws"] = line["draws"] + alone / math.sqrt(max(1, len(own))) * rng.standard_t(freedom, draws)
+        ratio = t / np.maximum(t + line["draws"], 0.01 * t)
+        line["ratio_low"], line["ratio_high"] = (float(v) for v in np.percentile(ratio, [2.5, 97.5]))
+        line["delta_low"], line["delta_high"] = (float(v) for v in np.percentile(line["draws"], [2.5, 97.5]))
+        line["verdict"] = verdict(line["ratio_low"], line["ratio_high"]) if len(own) else "UNDECIDED"  # arms that never met
 
-    Pooled over the repeated points of a variant whose CP calls take between half and twice `us`, over all of them where
-    none does: small calls differ by what a process draws anew, large ones by a share of their time. (0, 0) without repeats.
+
+PROCESS, SITTING = ("sitting", "process"), ("sitting",)  # columns that name what counts once
+
+
+def _unit(group: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """What counts once in a variant: a sitting where at least half of its repeated points were measured in several, else a process."""
+    common = [set(_keys(line["tp"], PROCESS)) & set(_keys(line["cp"], PROCESS)) for line in group]
+    sittings, repeated = sum(len({sitting for sitting, _ in each}) > 1 for each in common), sum(len(each) > 1 for each in common)
+    return SITTING if sittings and 2 * sittings >= repeated else PROCESS
+
+
+def between(measured: Sequence[tuple[float, Any]], us: float) -> tuple[float, int, float, int]:
+    """What CP - TP differs by from one sitting, or process, to another: (standard deviation that all points of it share, its degrees of
+    freedom, that of each point alone, its degrees of freedom), microseconds; zeros without repeats.
+
+    Of the repeated points of a variant whose CP calls take between half and twice `us`; of all of them where none does, larger
+    ones in proportion: small calls differ by what a process draws anew, large ones by a share of their time.
 
     Args:
-        measured: of each point, CP's microseconds and its CP - TP in each process or sitting that timed both.
+        measured: of each point, CP's microseconds and a Series of CP - TP by the units that timed both.
     """
-    repeated = [(cp_us, apart) for cp_us, apart in measured if len(apart) > 1]
+    import pandas
+
+    repeated = [(cp_us, apart * min(1.0, us / cp_us)) for cp_us, apart in measured if len(apart) > 1]
     near = [apart for cp_us, apart in repeated if us / 2 <= cp_us <= 2 * us] or [apart for _, apart in repeated]
-    freedom = sum(len(apart) - 1 for apart in near)
-    return (math.sqrt(sum((len(a) - 1) * float(np.var(a, ddof=1)) for a in near) / freedom), freedom) if freedom else (0.0, 0)
+    if not near:
+        return 0.0, 0, 0.0, 0
+    apart = pandas.concat([a.rename(n) - a.mean() for n, a in enumerate(near)], axis=1)  # units by points
+    shift, units = apart.mean(axis=1), len(apart) - 1
+    freedom = int(apart.count().sum()) - len(near) - units
+    alone = math.sqrt(float(apart.sub(shift, axis=0).pow(2).sum().sum()) / freedom) if freedom > 0 else 0.0
+    return math.sqrt(float(shift.pow(2).sum()) / units), units, alone, max(0, freedom)
 
 
-def _by_unit(rows, unit: str):
-    """Microseconds of each process or sitting, a Series by its name: the median of its rows."""
-    return rows.groupby(unit)["median_us"].median()
+def _keys(rows, unit: Sequence[str]) -> list[Any]:
+    """Of each row the unit that it is of: its sitting, or sitting and process."""
+    return list(zip(*(rows[name] for name in unit), strict=True)) if len(unit) > 1 else rows[unit[0]].tolist()
 
 
-def _drawn(rows, unit: str, draws: int, rng: np.random.Generator, noise: float) -> np.ndarray:
-    """Draws of the median over processes or sittings, of each row by its rounds, `[draws]`."""
+def _by_unit(rows, unit: Sequence[str]):
+    """Microseconds of each unit, a Series: the median of its rows."""
+    return rows.groupby(list(unit) if len(unit) > 1 else unit[0])["median_us"].median()
+
+
+def _drawn(rows, unit: Sequence[str], draws: int, rng: np.random.Generator, noise: float) -> np.ndarray:
+    """Draws of the median over units, of each row by its rounds, `[draws]`."""
     each = np.stack([median_draws(samples, draws, rng, noise) for samples in rows["samples_us"]])
-    names = rows[unit].to_numpy()
-    return np.median([np.median(each[names == name], axis=0) for name in dict.fromkeys(names)], axis=0)
+    of: dict[Any, list[int]] = {}
+    for position, key in enumerate(_keys(rows, unit)):
+        of.setdefault(key, []).append(position)
+    return np.median([np.median(each[positions], axis=0) for positions in of.values()], axis=0)
 
 
 @dataclass(frozen=True)
@@ -638,14 +678,22 @@ def shifted(model: CostModel, term: str, add: float = 0.0, times: float = 1.0) -
     return dataclasses.replace(model, fit=dataclasses.replace(model.fit, values=values))
 
 
-def movers(tp: CostModel, cp: CostModel, batch: int, wide: tuple[CostModel, CostModel] | None = None) -> list[str]:
+def movers(
+    tp: CostModel, cp: CostModel, batch: int, wide: tuple[CostModel, CostModel] | None = None, found: Sequence[Comparison] = ()
+) -> list[str]:
     """What moves break-even over context at one batch, in plain words; best estimates, without bands.
 
     Args:
         tp, cp: fitted models of one comparison.
         batch: requests.
         wide: of `across_worlds`, for other numbers of ranks; None makes do with `tp` and `cp`.
+        found: all comparisons of the run: what they measured of fp8 caches and of more query tokens stands in a model's place.
     """
+
+    def measured(**changes: Any) -> str:
+        pairs = [c for c in found if c.cp is not None and c.cp.template == dataclasses.replace(cp.template, context_tokens=c.cp.template.context_tokens,
+                 batch=c.cp.template.batch, **changes)]  # fmt: skip
+        return "; ".join(a.text for c in pairs for a in c.measured)
 
     def at(a: CostModel, z: CostModel, **changes: Any) -> str:
         answer = break_even_model(a, z, [batch], draws=20, **changes)[0]
@@ -665,10 +713,9 @@ def movers(tp: CostModel, cp: CostModel, batch: int, wide: tuple[CostModel, Cost
     say("one microsecond more for the exchange", at(tp, shifted(cp, "launch", add=1.0)))
     faster = [shifted(m, "bytes", times=1 / 1.1) for m in (tp, cp)]
     say("a tenth more bandwidth", at(*faster))
-    if cp.template.dtype in ("bf16", "fp16"):
-        say("an fp8 cache", at(tp, cp, dtype="fp8_e4m3fn"), " (assuming that time follows bytes)")
-    if "rows" in cp.terms and not math.isnan(cp.fit.value("rows")):
-        say("verifying 4 tokens a request", at(tp, cp, query_len=4), " (from the cost of a row)")
+    for what, changes in (("an fp8 cache", {"dtype": "fp8_e4m3fn"}), ("verifying 4 tokens a request", {"query_len": 4})):
+        told = measured(**changes) if any(getattr(cp.template, k) != v for k, v in changes.items()) else ""
+        lines += [f"{what}: {told}"] if told else []
     heads = cp.template.shape.heads
     world = 2 * cp.template.world
     if heads % world == 0 or world % heads == 0:

@@ -56,7 +56,8 @@ def table(rows: Sequence[records.Row], source: str = "measured here"):
     """
     rows = [row for row in rows if row.point.arm not in LAYER_ARMS]
     keys = [(r.point, r.node, r.provenance.get("code_hash"), tuple(r.timed_region), r.process) for r in rows]
-    newest = {key: n for n, (key, row) in enumerate(zip(keys, rows, strict=True)) if row.status == "ok"}
+    timed_rows = [n for n, row in enumerate(rows) if row.status == "ok"]
+    newest = {keys[n]: n for n in sorted(timed_rows, key=lambda n: rows[n].provenance.get("time_utc") or "")}  # files need not be in order
     rows = [row for n, (key, row) in enumerate(zip(keys, rows, strict=True)) if row.status != "ok" or newest[key] == n]
     data = records.frame(rows)
     data["point"] = [row.point for row in rows]
@@ -79,12 +80,14 @@ def table(rows: Sequence[records.Row], source: str = "measured here"):
 
 
 def _sittings(rows: Sequence[records.Row]) -> list[int]:
-    """Of each row the ordinal of its sitting: rows without a pause longer than PAUSE_S. Another one may be on another machine of the name."""
+    """Of each row the ordinal of its sitting: rows of a node without a pause longer than PAUSE_S. Another one may be on another machine of the name."""
     times = [row.provenance.get("time_utc") for row in rows]
-    seconds = [datetime.fromisoformat(t).timestamp() if t else 0.0 for t in times]
-    known = sorted(set(seconds))
-    ends = [b for a, b in itertools.pairwise(known) if b - a > PAUSE_S]
-    return [bisect.bisect_right(ends, at) for at in seconds]
+    seconds = [datetime.fromisoformat(t).timestamp() if t else math.nan for t in times]
+    begins = {}
+    for node in {row.node for row in rows}:
+        known = sorted({at for at, row in zip(seconds, rows, strict=True) if row.node == node and not math.isnan(at)})
+        begins[node] = [b for a, b in itertools.pairwise(known) if b - a > PAUSE_S]
+    return [0 if math.isnan(at) else bisect.bisect_right(begins[row.node], at) for at, row in zip(seconds, rows, strict=True)]
 
 
 def overlap_words(rows) -> str:
@@ -179,6 +182,23 @@ def find_run(run: str = "", root: Path | None = None) -> Path:
     if not local and not recorded:
         raise FileNotFoundError("run='': no run yet under data/runs or data/measured; `m3cp sweep` makes one")
     return (local[-1] if local else recorded[0]).parent
+
+
+def default_node() -> str:
+    """The run that a decision is about when none is named: the latest local run on GPUs, else the first recorded node.
+
+    Raises:
+        FileNotFoundError: neither is there.
+    """
+    measured = sorted((ROOT / "data" / "measured").glob(f"*/{records.ROWS_FILE}"))
+    local = (ROOT / "data" / "runs").glob(f"*/{records.ROWS_FILE}")
+    for path in sorted(local, key=lambda p: p.stat().st_mtime_ns, reverse=True):
+        rows = records.load(path)
+        if any(row.status == "ok" and row.provenance.get("gpus") for row in rows):
+            return str(path.parent)
+    if not measured:
+        raise FileNotFoundError("no run on GPUs under data/runs and no recorded node under data/measured")
+    return str(measured[0].parent)
 
 
 def require_same(frame, fields: Sequence[str], what: str) -> None:

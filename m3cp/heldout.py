@@ -332,7 +332,7 @@ def main(run: str = "") -> list[str]:
         lines += [f"- {answer.text}" for answer in (*comparison.measured, *comparison.model)]
         known = [int(a.at) for a in comparison.model if a.answer == "crosses"] or [int(b) for b in comparison.pairs["batch"]]
         batch, wide = known[len(known) // 2], across_worlds(loaded.frame, comparison)
-        lines += [f"- {line}" for line in movers(comparison.tp, comparison.cp, batch, wide)]
+        lines += [f"- {line}" for line in movers(comparison.tp, comparison.cp, batch, wide, found)]
         lines += ["", *_other_worlds(wide, batch)]
     return lines
 

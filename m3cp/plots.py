@@ -547,7 +547,7 @@ def break_even(lines: Sequence[MeasuredLine], title: str = "From where CP is not
     """
     if not lines:
         raise ValueError("break_even: no line, no CP row met a TP row")
-    first = lines[0].pairs.iloc[0]
+    first = lines[0].first
     batches = sorted({a.at for line in lines for a in line.answers})
     contexts = sorted({c for line in lines for c in line.pairs["context_tokens"]})
     fig = figure(7.4, max(3.6, 0.36 * len(batches) + 2.4))

@@ -29,7 +29,7 @@ def models(run: str) -> tuple[frames.Loaded, list[CostModel]]:
     Raises:
         FileNotFoundError, ValueError: as `frames.load_run`.
     """
-    loaded = frames.load_run(run)
+    loaded = frames.load_run(run or frames.default_node())
     fitted = [c for c in crossover.comparisons(loaded.frame, ALL_TERMS, draws=2) if c.tp is not None and c.cp is not None]
     return loaded, [model for c in fitted for model in crossover.across_worlds(loaded.frame, c)]
 
@@ -80,7 +80,7 @@ def against(path: Path, run: str) -> list[str]:
     """
     said = json.loads(path.read_text())
     require("schema", said.get("schema"), said.get("schema") == SCHEMA, f"{SCHEMA}")
-    folder = frames.find_run(run)
+    folder = frames.find_run(run or frames.default_node())
     measured = {row.point: row for row in records.scan(folder) if row.status == "ok"}
     lines, errors, inside = [], {}, {}
     for entry in said["predictions"]:

@@ -33,7 +33,7 @@ def objections(rows: Sequence[records.Row]) -> list[str]:
     ok, ran = [row for row in rows if row.status == "ok"], [row for row in rows if row.status != "skipped"]  # what was skipped, no code ran
     found = [] if ok else ["no row has a time"]
     for what, values in (
-        ("machines", [row.node for row in rows]),
+        ("machines", [row.node for row in ran]),
         ("code versions (code_hash)", [row.provenance.get("code_hash", "unknown") for row in ran]),
     ):
         if len(set(values)) > 1:

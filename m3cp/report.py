@@ -20,7 +20,7 @@ from matplotlib.patches import Patch
 
 from m3cp import advice, break_even_lines, crossover, fit, frames, plots, workload
 from m3cp.crossover import tokens_about
-from m3cp.review import Review, default_node, engines_text, floor_of, given, judged, pays_from, reference, who
+from m3cp.review import Review, engines_text, floor_of, given, judged, pays_from, reference, who
 from m3cp.terms import TERMS
 
 WIDE = 9.6  # inches: a figure as wide as the page
@@ -708,7 +708,7 @@ def main(node: str = "", traffic: Path | str | None = None, out: Path | str | No
     """What `m3cp report` does: run notebooks/30_design_review, write the page; returns the lines to print.
 
     Args:
-        node: a recorded node's or a run's name or folder; "" for `default_node`.
+        node: a recorded node's or a run's name or folder; "" for `frames.default_node`.
         traffic: JSON lines of context lengths a step (`workload.read`), or None.
         out: folder for report.html, figures/ and the executed notebook; None is data/runs/<name>/report.
 
@@ -718,7 +718,7 @@ def main(node: str = "", traffic: Path | str | None = None, out: Path | str | No
     from m3cp.notebook import run_notebook
 
     started_s = time.monotonic()
-    folder = Path(frames.find_run(node or default_node())).resolve()
+    folder = Path(frames.find_run(node or frames.default_node())).resolve()
     if traffic:
         workload.read(traffic)  # a bad line is told before anything starts
     out = Path(out).resolve() if out else frames.ROOT / "data" / "runs" / folder.name / "report"

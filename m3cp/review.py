@@ -88,28 +88,11 @@ class Review:
         return f"{first['node']}, P = {first['world']}, {first['dtype']}" + (f" ({narrow})" if narrow else "")
 
 
-def default_node() -> str:
-    """The run that a report is about when none is named: the latest local run on GPUs, else the first recorded node.
-
-    Raises:
-        FileNotFoundError: neither is there.
-    """
-    measured = sorted((frames.ROOT / "data" / "measured").glob(f"*/{frames.records.ROWS_FILE}"))
-    local = (frames.ROOT / "data" / "runs").glob(f"*/{frames.records.ROWS_FILE}")
-    for path in sorted(local, key=lambda p: p.stat().st_mtime_ns, reverse=True):
-        rows = frames.records.load(path)
-        if any(row.status == "ok" and row.provenance.get("gpus") for row in rows):
-            return str(path.parent)
-    if not measured:
-        raise FileNotFoundError("no run on GPUs under data/runs and no recorded node under data/measured")
-    return str(measured[0].parent)
-
-
 def gather(run: str = "", traffic: str = "") -> Review:
     """Gather a run's comparisons, and a traffic's steps.
 
     Args:
-        run: a run's folder or name, or "" for `default_node`.
+        run: a run's folder or name, or "" for `frames.default_node`.
         traffic: a file of decode steps (`workload.read`), or "".
 
     Raises:
@@ -117,7 +100,7 @@ def gather(run: str = "", traffic: str = "") -> Review:
         ValueError: a run without CP rows beside TP rows over enough sizes for a fit, or a bad line in the traffic.
     """
     steps = tuple(workload.read(traffic)) if traffic else ()
-    loaded = frames.load_run(run or default_node())
+    loaded = frames.load_run(run or frames.default_node())
     kept = max(frames.groups(loaded.frame, ("node", "code_hash")).items(), key=lambda item: len(item[1]))[0]
     mine = (loaded.frame["node"] == kept[0]) & (loaded.frame["code_hash"] == kept[1])
     left_out = int((~mine).sum())
@@ -377,7 +360,7 @@ def sure(found: Review) -> str:
         text = f"{judged(found, found.choices[0]).confidence:.0%} that this is the faster path over the traffic; {text}"
     if known:
         widest = max((a.high - a.low) / 2 / a.value for a in known)
-        within = "rounds and fresh processes" if pairs["processes"].max() > 1 else "rounds within one process"
+        within = "rounds, processes, sittings" if pairs["processes"].max() > 1 else "rounds within one process"
         text += f"; measured break-even is known to ±{max(1.0, 100 * widest):.0f}% ({within})"
     aims = [target for target in found.aims if target.met is not None]
     text += f"; the cost model meets {sum(t.met for t in aims)} of {len(aims)} of its aims"

@@ -453,9 +453,9 @@ def published_models() -> tuple[CostModel, CostModel]:
 def _headline(run: str) -> tuple[Any, Any]:
     from m3cp.crossover import comparisons, headline
     from m3cp.fit import ALL_TERMS
-    from m3cp.frames import load_run
+    from m3cp.frames import default_node, load_run
 
-    loaded = load_run(run)
+    loaded = load_run(run or default_node())
     found = headline(comparisons(loaded.frame, ALL_TERMS, draws=50))
     if found is None or found.tp is None or found.cp is None:
         raise ValueError(

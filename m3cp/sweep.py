@@ -107,15 +107,19 @@ def in_subprocess(
                     process.kill()
                 process.wait()
             code = records.code_hash()
-            newest = {
-                r.point: r
+            found = {
+                (r.point, r.process): r
                 for r in (records.scan(out) if records.rows_files(out) else [])
                 if r.point in wanted and (r.status == "skipped" or r.provenance.get("code_hash") == code)
             }
-            bar.update(len(newest) * processes - bar.n)
+            newest = {point: row for (point, _), row in found.items()}
+            lost = rows_wanted - len(found) - sum((processes - 1) for row in newest.values() if row.status == "skipped")
+            bar.update(rows_wanted - lost - bar.n)
         said = [line for line in log.read_text(errors="replace").splitlines() if line.strip() and "point/s" not in line]
         print("\n".join(said))
         missing = len(wanted) - len(newest)
+        if lost > missing:
+            print(f"{lost} of {rows_wanted} rows were not reached: {processes} processes of {len(wanted)} Points")
         if process.returncode not in (0, FAILED) or (missing and not minutes):
             words = said[-1] if said else "it said nothing"
             raise WorkersFailed(
@@ -236,14 +240,19 @@ def main(
     provenance = {**doctor.provenance(), "code_hash": records.code_hash(), **git_state(commit)}
     provenance["command"] = "m3cp sweep" if grid is None else "m3cp sweep GRID"
     if dry_run:
-        if processes > 1:
-            print(f"in each of {processes} processes:")
-        plan = plan_here(points, device, out, remeasure)
-        announce(plan, device, out)
-        return print_groups(plan, device)
+        for process in range(processes):
+            if processes > 1:
+                print(f"process {process + 1} of {processes}:")
+            plan = plan_here(points, device, out, remeasure, process)
+            announce(plan, device, out)
+            print_groups(plan, device)
+        return 0
     deadline, statuses = None if minutes is None else began + minutes * 60, []
     with records.locked(out / rows) as held:
         for process in range(processes):
+            if process and deadline is not None and time.monotonic() > deadline:
+                print(f"{processes - process} of {processes} processes not reached")
+                break
             if processes > 1:
                 print(f"process {process + 1} of {processes}:", flush=True)
             known, said = _known(out, set(points), facts["node"], provenance, process)
@@ -270,10 +279,10 @@ def main(
     return FAILED if FAILED in statuses else min(statuses)
 
 
-def plan_here(points: Sequence[Point], device: str, out: Path, remeasure: bool) -> Plan:
+def plan_here(points: Sequence[Point], device: str, out: Path, remeasure: bool, process: int = 0) -> Plan:
     """What this machine would do now for a run: what it can't measure is skipped, what the run holds left out."""
     provenance = {"code_hash": records.code_hash(), "versions": doctor.versions()}
-    known, _ = _known(out, set(points), job_facts(device)["node"], provenance)
+    known, _ = _known(out, set(points), job_facts(device)["node"], provenance, process)
     return _plan(points, device, set() if remeasure else known)
 
 

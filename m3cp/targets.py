@@ -65,7 +65,7 @@ class Aim:
 
 
 def _rows(frame: Any) -> Any:
-    """The rows of the aims' own protocol, all of one grid bound and one sitting: those of which most of them are."""
+    """The rows of the aims' own protocol, all of one grid bound and each shape of one sitting: those of which most of them are."""
     rows = frames.timed(frame)
     same = {"mix": "uniform", "dtype": "bf16", "query_len": 1, "cache": "cold", "launch": "graph", "node": NODE, "rows_padded": 0, "shared_prefix_tokens": 0, "boundary": ""}
     for name, value in same.items():
@@ -75,11 +75,13 @@ def _rows(frame: Any) -> Any:
     require("frame", f"{len(rows)} rows", len(rows) > 0, f"rows of {NODE}, bf16, cold caches, graphs, at one of the aims' shapes")
     shown = rows[(rows["form"] == "one_launch") | rows["arm"].str.startswith("vllm")]
     require("frame", f"{len(shown)} rows", len(shown) > 0, "rows of form one_launch or of vLLM's kernels at the aims' shapes")
-    for name in ("max_context", "sitting"):
-        kinds = shown.drop_duplicates([name, "context_tokens", "batch", *crossover.VARIANT])
-        most = kinds[name].value_counts().idxmax()
-        rows, shown = (part[part[name] == most] for part in (rows, shown))
-    return rows
+    kinds = shown.drop_duplicates(["max_context", "context_tokens", "batch", *crossover.VARIANT])
+    bound = kinds["max_context"].value_counts().idxmax()
+    rows, shown = (part[part["max_context"] == bound] for part in (rows, shown))
+    most: dict[tuple[int, int], int] = {}  # of each shape, the sitting that has most of what is shown
+    for shape, part in frames.split(shown, ("context_tokens", "batch")).items():
+        most[shape] = part.drop_duplicates(["sitting", *crossover.VARIANT])["sitting"].value_counts().idxmax()
+    return rows[[most.get((c, b)) == s for c, b, s in zip(rows["context_tokens"], rows["batch"], rows["sitting"], strict=True)]]
 
 
 def _pick(rows: Any, context: int, batch: int, world: int = WORLD, **fields: Any) -> Any | None:
@@ -165,7 +167,7 @@ def table(frame: Any, projections: Sequence[projection.Projection] = ()) -> list
     ours, unused = projection.find(projections, {**rows.iloc[0], "world": WORLD})
     charge = projection.published_us(WORLD)[1] + unused if ours is None else ours.note(rows["code_hash"].iloc[0])
     note = (
-        f"Microseconds a call, measured on {NODE} in one run: P = {WORLD}, bf16, one launch, cold caches, graphs, grids bound at "
+        f"Microseconds a call, measured on {NODE}, each line in one sitting: P = {WORLD}, bf16, one launch, cold caches, graphs, grids bound at "
         f"{tokens_text(int(rows['max_context'].iloc[0]))}; vLLM's kernels at their own launch setting / at the best of a sweep. "
         f"{charge} That is for break-even: the columns of CP replicated are without it."
     )

@@ -292,14 +292,14 @@ def test_a_bad_line_of_traffic_is_told_before_anything_starts(run, tmp_path):
 def test_the_default_node_has_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(frames, "ROOT", tmp_path)
     with pytest.raises(FileNotFoundError, match="no run on GPUs"):
-        review.default_node()
+        frames.default_node()
     rows = synthetic.rows(contexts=(8192,), batches=(1,))
     a_run(tmp_path / "data" / "measured" / "node", rows)
     for row in rows:
         records.append(tmp_path / "data" / "runs" / "on-the-cpu", row)
-    assert review.default_node().endswith("measured/node")
+    assert frames.default_node().endswith("measured/node")
     a_run(tmp_path / "data" / "runs" / "on-gpus", rows)
-    assert review.default_node().endswith("runs/on-gpus")
+    assert frames.default_node().endswith("runs/on-gpus")
 
 
 def test_a_figure_is_numbered_claimed_and_embedded(found, tmp_path):

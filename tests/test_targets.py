@@ -135,6 +135,24 @@ def test_rows_that_hold_the_projection_are_charged_nothing_more():
     assert names[1:3] == ["CP one launch, replicated, projection in the timed region", "vLLM CP over collectives, gathered"]
 
 
+def test_a_row_that_reads_nothing_does_not_make_the_caches_warm():
+    short = [dataclasses.replace(r, cache_state="warm", bytes_read=0) for r in paths_of(0.6)[:6]]
+    rows = [dataclasses.replace(r, point=r.point.replace(context_tokens=1024)) for r in short] + paths_of(0.6)
+    note = break_even_lines.line_table(break_even_lines.measured_lines(frames.table(rows), 40))[2]
+    assert "cold caches" in note and "warm caches" not in note
+
+
+def test_each_shape_is_of_the_sitting_that_has_most_of_it():
+    def when(row, hour, more=0.0):
+        return dataclasses.replace(row, samples_us=[s + more for s in row.samples_us], provenance={**row.provenance, "time_utc": f"2026-11-30T{hour:02}:00:00+00:00"})
+
+    rows = at_the_aims(1.0)
+    half = [when(r, 10 if r.point.context_tokens == 8192 else 14) for r in rows]  # stopped, and gone on with after lunch
+    assert targets.aims(frames.table(half)) == targets.aims(frames.table(rows))
+    tp_again = [dataclasses.replace(when(r, 18, 50.0), process=1) for r in rows if r.point.arm == "tp"]
+    assert targets.aims(frames.table(half + tp_again)) == targets.aims(frames.table(rows))
+
+
 def test_rows_of_another_kind_that_hold_the_projection_do_not_end_the_charge():
     held = planted(4096, 1, 9.0, "cp", queries="replicated", timed_region=["extra_projection", "decode"])
     held = dataclasses.replace(held, point=held.point.replace(world=4))
