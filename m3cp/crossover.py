@@ -24,6 +24,8 @@ PAIRED = (
 
 VARIANT = ("arm", "form", "exchange", "queries", "threshold_blocks")
 
+PROCESS, SITTING = ("sitting", "process"), ("sitting",)  # columns that name what counts once
+
 BASELINE = {"cp": "tp", "vllm_cp": "vllm_tp", "sglang_cp": "sglang_tp"}
 
 # What the rows of one comparison share; contexts and batches vary in it.
@@ -171,9 +173,6 @@ def _widen(group: Sequence[dict[str, Any]], draws: int, rng: np.random.Generator
         line["verdict"] = verdict(line["ratio_low"], line["ratio_high"]) if len(own) else "UNDECIDED"  # arms that never met
 
 
-PROCESS, SITTING = ("sitting", "process"), ("sitting",)  # columns that name what counts once
-
-
 def _unit(group: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     """What counts once in a variant: a sitting where at least half of its repeated points were measured in several, else a process."""
     common = [set(_keys(line["tp"], PROCESS)) & set(_keys(line["cp"], PROCESS)) for line in group]
@@ -193,8 +192,9 @@ def between(measured: Sequence[tuple[float, Any]], us: float) -> tuple[float, in
     """
     import pandas
 
-    repeated = [(cp_us, apart * min(1.0, us / cp_us)) for cp_us, apart in measured if len(apart) > 1]
-    near = [apart for cp_us, apart in repeated if us / 2 <= cp_us <= 2 * us] or [apart for _, apart in repeated]
+    repeated = [(cp_us, apart) for cp_us, apart in measured if len(apart) > 1]
+    near = [apart for cp_us, apart in repeated if us / 2 <= cp_us <= 2 * us]
+    near = near or [apart * min(1.0, us / cp_us) for cp_us, apart in repeated]
     if not near:
         return 0.0, 0, 0.0, 0
     apart = pandas.concat([a.rename(n) - a.mean() for n, a in enumerate(near)], axis=1)  # units by points

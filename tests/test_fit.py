@@ -342,6 +342,7 @@ def test_rows_without_a_time_are_of_one_sitting():
 def test_repeats_far_away_count_only_where_none_is_near():
     near, far, once = (20.0, pandas.Series([1.0, 1.2])), (400.0, pandas.Series([10.0, 14.0, 18.0])), (21.0, pandas.Series([1.1]))
     assert crossover.between([near, far, once], 25.0) == (pytest.approx(0.2 / math.sqrt(2)), 1, 0.0, 0)
+    assert crossover.between([(40.0, near[1]), far], 25.0) == (pytest.approx(0.2 / math.sqrt(2)), 1, 0.0, 0)  # near ones as they are
     assert crossover.between([far, once], 25.0) == (pytest.approx(4.0 / 16), 2, 0.0, 0)  # 4 of 400 µs are 0.25 of 25
     assert crossover.between([far], 800.0) == (pytest.approx(4.0), 2, 0.0, 0)
     assert crossover.between([once], 25.0) == (0.0, 0, 0.0, 0)
